@@ -1,0 +1,94 @@
+"""Which tensors are the same object, and which share one storage."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+__all__ = ["StorageGroup", "group_by_storage", "is_deferred", "storage_key"]
+
+
+def is_deferred(tensor: Tensor) -> bool:
+    """Tell whether a tensor has a shape but no memory: meta, recorded or fake."""
+    if tensor.is_meta:
+        return True
+    fake = sys.modules.get("torch._subclasses.fake_tensor")
+    return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def storage_key(tensor: Tensor) -> int | None:
+    """Return a key that is equal for two tensors exactly if they share storage.
+
+    On meta `data_ptr()` is 0 for every tensor, so the address of the storage's
+    implementation is used; `None` for a tensor that has no storage of its own.
+    A wrapper subclass may offer `__storage_key__()` to answer for itself.
+    """
+    own = getattr(type(tensor), "__storage_key__", None)
+    if own is not None:
+        key = own(tensor)
+        return key if key is None else int(key)
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (NotImplementedError, RuntimeError):  # sparse, opaque and the like
+        return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StorageGroup:
+    """All distinct tensor objects of one inventory that share one storage.
+
+    Attributes:
+        key: The storage key; unique in the inventory.
+        members: The tensor objects, in inventory order.
+    """
+
+    key: int
+    members: tuple[Tensor, ...]
+
+    @property
+    def shared(self) -> bool:
+        """Whether the storage has to be allocated as one block for several."""
+        return len(self.members) > 1 or not _covers_storage(self.members[0])
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the one storage behind the members."""
+        first = self.members[0]
+        if not self.shared:
+            return first.numel() * first.element_size()
+        return int(first.untyped_storage().nbytes())
+
+
+def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
+    """Group distinct tensor objects by storage; the result maps `id(t)` to its group."""
+    by_key: dict[int, list[Tensor]] = {}
+    seen: set[int] = set()
+    for tensor in tensors:
+        if id(tensor) in seen:
+            continue
+        seen.add(id(tensor))
+        key = storage_key(tensor)
+        by_key.setdefault(-id(tensor) if key is None else key, []).append(tensor)
+    groups: dict[int, StorageGroup] = {}
+    for key, members in by_key.items():
+        group = StorageGroup(key=key, members=tuple(members))
+        groups.update((id(member), group) for member in members)
+    return groups
+
+
+def _covers_storage(tensor: Tensor) -> bool:
+    """Whether a fresh `empty_strided` of the same geometry is an exact replacement."""
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return True
+    try:
+        storage_bytes = tensor.untyped_storage().nbytes()
+    except (NotImplementedError, RuntimeError):
+        return True
+    return (
+        tensor.storage_offset() == 0
+        and storage_bytes == tensor.numel() * tensor.element_size()
+    )

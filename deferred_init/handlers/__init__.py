@@ -1,0 +1,1 @@
+"""Who knows the values (initializers) and who knows the representation (allocators)."""

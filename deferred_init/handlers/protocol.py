@@ -1,0 +1,195 @@
+"""The two small contracts that every handler fulfils, and what they exchange.
+
+[Note: How a handler is called]
+
+1. While the plan is made, the planner walks the modules children first (that is
+   the order in which constructors finish) and asks the initializers of each
+   module's type, most specific first, to *claim* slots. Claiming reads only.
+2. While the plan is executed, each claim's `run` is called once, in the planned
+   order, with a `Workspace`, through which alone it may change the model:
+   `workspace.filling(step)` for code that fills tensors in place,
+   `workspace.adopt(slot, tensor)` for code that makes tensors itself.
+   Everything done through the workspace is undone if any later step fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.slots import Inventory, ModuleSite, Slot
+
+__all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
+__all__ += ["Workspace"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the caller asked for, as far as handlers need it.
+
+    Attributes:
+        device: The target, with an index for CUDA.
+        recipe: The resolved `Recipe`, or None.
+        dtype: Overrides the dtype of floating-point tensors, or None.
+        rng: Name of the RNG policy: `"eager"` or `"by_name"`.
+        verify: `"fast"` or `"full"`.
+    """
+
+    device: torch.device
+    recipe: Any = None
+    dtype: torch.dtype | None = None
+    rng: str = "eager"
+    verify: str = "fast"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What an initializer takes upon itself for one module.
+
+    Attributes:
+        slots: Deferred slots that it makes; a subset of the offered ones.
+        rewrites: Deferred slots made by others, usually of descendants, that it
+            writes again, as `nn.Transformer` does at the end of its constructor.
+        source: Where the values come from, for reports: `Linear.reset_parameters`.
+        assumptions: What had to be assumed about the order or the values.
+        problems: Why it cannot be done after all; each becomes part of the one
+            `PlanError`. A claim with problems is never run.
+        scratch_bytes: Extra bytes on the device while it runs.
+        order: Sort key for claims that know their place in construction order
+            (recordings); None keeps the order of the walk.
+    """
+
+    slots: tuple[Slot, ...] = ()
+    rewrites: tuple[Slot, ...] = ()
+    source: str = ""
+    assumptions: tuple[str, ...] = ()
+    problems: tuple[str, ...] = ()
+    scratch_bytes: int = 0
+    order: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Step:
+    """One claim with its place in the plan.
+
+    Attributes:
+        index: Position in the plan.
+        site: The module and its slots.
+        initializer: Who runs it.
+        claim: What it makes and writes.
+        num_bytes: Bytes of the tensors that it makes, on the device, when final.
+    """
+
+    index: int
+    site: ModuleSite
+    initializer: Initializer
+    claim: Claim
+    num_bytes: int
+
+
+class Workspace(Protocol):
+    """The only way in which an initializer changes a model."""
+
+    @property
+    def request(self) -> Request:
+        """What the caller asked for."""
+        ...
+
+    def filling(self, step: Step) -> AbstractContextManager[None]:
+        """Let the body fill the step's tensors in place.
+
+        On entry the claimed slots get memory (the same Parameter objects, with
+        new contents), and every other parameter and buffer of the same module is
+        replaced by scratch of the same geometry, so that an init function that
+        writes all of them draws the same random numbers as in eager construction
+        and yet leaves real and tied tensors alone. On exit the originals are put
+        back, and tensors that the body replaced are adopted.
+        """
+        ...
+
+    def allocate(self, slots: Sequence[Slot]) -> None:
+        """Give memory to the tensors of the slots; their contents are undefined."""
+        ...
+
+    def adopt(self, slot: Slot, tensor: Tensor) -> None:
+        """Give the tensor object of a slot the contents of a newly made one."""
+        ...
+
+    def watch(self, module: nn.Module) -> None:
+        """Remember a module's attributes now, to be put back on failure.
+
+        All modules of the inventory are watched from the start; call this for
+        one that the inventory cannot know.
+        """
+        ...
+
+    def on_undo(self, action: Any) -> None:
+        """Register a callable without arguments, run if a later step fails."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Add a line to the report's notes."""
+        ...
+
+
+@runtime_checkable
+class Initializer(Protocol):
+    """Knows the values of the tensors of some kinds of module.
+
+    Attributes:
+        name: Short name for plans and reports: `torch.nn`, `te.ops`.
+        composite: Whether it is also asked about modules that own no deferred
+            tensor themselves but have descendants that do.
+    """
+
+    @property
+    def name(self) -> str:
+        """Short name for plans and reports."""
+        ...
+
+    @property
+    def composite(self) -> bool:
+        """Whether it wants to be asked about modules without slots of their own."""
+        ...
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Say which of the pending slots it will make; None for "not mine"."""
+        ...
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Make what was claimed."""
+        ...
+
+
+@runtime_checkable
+class Allocator(Protocol):
+    """Knows the memory layout of one type of tensor."""
+
+    def problem(self, tensor: Tensor, request: Request) -> str | None:
+        """Say why a tensor of this type cannot be made, or None."""
+        ...
+
+    def num_bytes(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        """Bytes on the device for the final tensor."""
+        ...
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a tensor of the same class and geometry with real memory."""
+        ...
+
+
+class Refresher(Protocol):
+    """Brings up to date what caches structure rather than objects."""
+
+    def refresh(
+        self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
+    ) -> None:
+        """Look for caches and refresh them; called once, after all steps."""
+        ...

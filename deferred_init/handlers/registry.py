@@ -1,0 +1,212 @@
+"""Which handler serves which type.
+
+Keyed by type and resolved along the MRO, most specific first. The handlers of an
+optional ecosystem are loaded when its package is already imported: a model that
+uses it must have imported it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Any, overload
+
+from torch import Tensor, nn
+
+from deferred_init.handlers.protocol import (
+    Allocator,
+    Claim,
+    Initializer,
+    Refresher,
+    Request,
+    Step,
+    Workspace,
+)
+from deferred_init.slots import ModuleSite, Slot
+
+__all__ = [
+    "add_allocator",
+    "add_initializer",
+    "add_refresher",
+    "allocator_for",
+    "initializers_for",
+    "load_handlers",
+    "refreshers",
+    "register_initializer",
+]
+
+_ECOSYSTEMS = {
+    "torch": ("deferred_init.handlers.torch_nn", "deferred_init.handlers.plain"),
+    "transformers": ("deferred_init.handlers.hf",),
+    "transformer_engine.pytorch": (
+        "deferred_init.handlers.te_modules",
+        "deferred_init.handlers.te_ops",
+    ),
+    "deferred_init.record": ("deferred_init.handlers.recorded",),
+}
+_initializers: dict[type, Initializer] = {}
+_user_rules: dict[type, Initializer] = {}
+_first: list[Initializer] = []
+_last: list[Initializer] = []
+_allocators: dict[type, Allocator] = {}
+_refreshers: list[Refresher] = []
+_loaded: set[str] = set()
+
+FillFunction = Callable[[Any], None]
+
+
+class _Rule:
+    """A user's function `fn(module)` that fills all tensors of a module in place."""
+
+    composite = False
+
+    def __init__(self, module_type: type, fill: FillFunction) -> None:
+        self.name = "registered rule"
+        self._type = module_type
+        self._fill = fill
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        fill_name = getattr(self._fill, "__qualname__", repr(self._fill))
+        return Claim(slots=pending, source=f"{fill_name} for {self._type.__name__}")
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        with workspace.filling(step):
+            self._fill(step.site.module)
+
+
+@overload
+def register_initializer(
+    module_type: type[nn.Module], initializer: None = None
+) -> Callable[[FillFunction], FillFunction]: ...
+@overload
+def register_initializer(
+    module_type: type[nn.Module], initializer: FillFunction | Initializer
+) -> FillFunction | Initializer: ...
+def register_initializer(
+    module_type: type[nn.Module],
+    initializer: FillFunction | Initializer | None = None,
+) -> Any:
+    """Teach `materialize` how to make the tensors of a type of module.
+
+    A registered rule is preferred to everything that the package knows by itself,
+    and serves subclasses too, unless they have a rule of their own.
+
+    Args:
+        module_type: The class of module.
+        initializer: A function `fn(module)` that fills every parameter, buffer
+            and tensor attribute which the module owns directly, in place and on
+            the device where it finds them; or an object with the `Initializer`
+            protocol. Without it, a decorator is returned.
+
+    Returns:
+        The initializer, so that the decorator form keeps the function's name.
+
+    Raises:
+        TypeError: If `module_type` is not a subclass of `nn.Module`.
+        ValueError: If the type has a registered rule already.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> class Rotary(torch.nn.Module):
+        ...     def __init__(self):
+        ...         super().__init__()
+        ...         self.register_buffer("inv_freq", torch.arange(4.0))
+        >>> @di.register_initializer(Rotary)
+        ... def fill_rotary(module):
+        ...     torch.arange(4.0, out=module.inv_freq)
+    """
+    if not (isinstance(module_type, type) and issubclass(module_type, nn.Module)):
+        raise TypeError(f"expected a subclass of nn.Module, got {module_type!r}")
+    if initializer is None:
+        return lambda fn: register_initializer(module_type, fn)
+    if module_type in _user_rules:
+        raise ValueError(
+            f"{module_type.__qualname__} already has the registered rule "
+            f"{_user_rules[module_type].name!r}; register a subclass instead"
+        )
+    if isinstance(initializer, Initializer):
+        _user_rules[module_type] = initializer
+    elif callable(initializer):
+        _user_rules[module_type] = _Rule(module_type, initializer)
+    else:
+        raise TypeError(f"expected a function or an Initializer, got {initializer!r}")
+    return initializer
+
+
+def unregister_initializer(module_type: type[nn.Module]) -> None:
+    """Remove a registered rule; for tests and interactive work."""
+    _user_rules.pop(module_type, None)
+
+
+def add_initializer(
+    initializer: Initializer, *types: type, first: bool = False, last: bool = False
+) -> None:
+    """Register a built-in initializer, by type or before / after all types."""
+    if first:
+        _first.append(initializer)
+    if last:
+        _last.append(initializer)
+    for module_type in types:
+        known = _initializers.setdefault(module_type, initializer)
+        if known is not initializer:
+            raise ValueError(
+                f"{module_type.__qualname__} is claimed by both {known.name!r} "
+                f"and {initializer.name!r}"
+            )
+
+
+def add_allocator(allocator: Allocator, *types: type) -> None:
+    """Register an allocator for types of tensor."""
+    for tensor_type in types:
+        known = _allocators.setdefault(tensor_type, allocator)
+        if known is not allocator:
+            raise ValueError(f"{tensor_type.__qualname__} has two allocators")
+
+
+def add_refresher(refresher: Refresher) -> None:
+    """Register a refresher, called once after all steps."""
+    _refreshers.append(refresher)
+
+
+def load_handlers() -> None:
+    """Import the handlers of every ecosystem that is already imported."""
+    for package, modules in _ECOSYSTEMS.items():
+        if package in _loaded or package not in sys.modules:
+            continue
+        _loaded.add(package)
+        for module in modules:
+            importlib.import_module(module)
+
+
+def initializers_for(module_type: type) -> list[Initializer]:
+    """Return the initializers to ask, in order of preference."""
+    mro = module_type.__mro__
+    found = [_user_rules[base] for base in mro if base in _user_rules]
+    found += _first
+    found += [_initializers[base] for base in mro if base in _initializers]
+    found += _last
+    return list(dict.fromkeys(found))
+
+
+def allocator_for(tensor: Tensor) -> Allocator | None:
+    """Return the allocator for a tensor, or None if nobody claims its type."""
+    for base in type(tensor).__mro__:
+        if base is Tensor and _has_own_dispatch(type(tensor)):
+            return None
+        if base in _allocators:
+            return _allocators[base]
+    return None
+
+
+def refreshers() -> tuple[Refresher, ...]:
+    """Return all registered refreshers."""
+    return tuple(_refreshers)
+
+
+def _has_own_dispatch(tensor_type: type) -> bool:
+    return getattr(tensor_type, "__torch_dispatch__", None) is not (
+        Tensor.__torch_dispatch__
+    )
