@@ -1,0 +1,91 @@
+"""Identity: give an existing tensor object new contents, and keep what it carried.
+
+[Note: What a swap moves]
+`torch.utils.swap_tensors` exchanges class, `__dict__` and the C++ tensor behind two
+Python objects. What must stay with the old object is put back here: its Python
+attributes, and its hooks. Hooks live twice, in a Python dict that stays with the
+object and in the C++ tensor that leaves it; assigning the dict to itself registers
+it with the new C++ tensor (the setters of `_backward_hooks` and of
+`_post_accumulate_grad_hooks` do so), and handles that the user holds go on working.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["exchange", "swap_obstacle"]
+
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+
+
+def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
+    """Say what keeps a tensor from being swapped, or None.
+
+    Args:
+        tensor: The tensor object that would get new contents.
+        known_views: How many views of it will be swapped together with it.
+    """
+    if weakref.getweakrefs(tensor):
+        return "a weak reference to it exists"
+    extra = tensor._use_count() - 1 - known_views
+    if extra > 0 and tensor.is_leaf and tensor.requires_grad:
+        # One extra use may be its own AccumulateGrad node, which does no harm.
+        before = tensor._use_count()
+        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        extra -= int(tensor._use_count() == before)
+        del node
+    return "a view of it, or a graph that uses it, is alive" if extra > 0 else None
+
+
+def exchange(old: Tensor, new: Tensor, *, forced: bool = False) -> Callable[[], None]:
+    """Give `old` the contents of `new`; `old` keeps its identity and what it carried.
+
+    Args:
+        old: The object that everybody holds.
+        new: A freshly made tensor. Its own attributes win over carried ones of
+            the same name (a quantized tensor keeps its data in attributes).
+        forced: Skip the check that nobody else uses the C++ tensors; right where
+            all views are exchanged together, and to undo.
+
+    Returns:
+        A function that undoes the exchange.
+
+    Raises:
+        RuntimeError: If the tensors cannot be swapped; see `swap_obstacle`.
+    """
+    carried: dict[str, Any] = dict(old.__dict__)
+    made: dict[str, Any] = dict(new.__dict__)
+    # The twin leaves with the old contents; hooks fired on it would fire twice.
+    if forced:
+        _swap_unchecked(old, new)
+    else:
+        torch.utils.swap_tensors(old, new)
+    old.__dict__ = {**carried, **made}
+    _reregister_hooks(old)
+
+    def undo() -> None:
+        _swap_unchecked(old, new)
+        old.__dict__ = carried
+        new.__dict__ = made
+        _reregister_hooks(old)
+
+    return undo
+
+
+def _swap_unchecked(t1: Tensor, t2: Tensor) -> None:
+    if type(t1) is not type(t2):
+        t1.__class__, t2.__class__ = type(t2), type(t1)
+    t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+    torch._C._swap_tensor_impl(t1, t2)
+
+
+def _reregister_hooks(tensor: Tensor) -> None:
+    for name in _HOOKS:
+        hooks = getattr(tensor, name, None)
+        if hooks:
+            setattr(tensor, name, hooks)

@@ -1,0 +1,155 @@
+"""Random number policies: `eager` (the stream of eager construction), `by_name`.
+
+`eager` runs the steps in construction order on the target device's default
+generator, so that values and the final state are those of eager construction.
+`by_name` seeds the generator anew for each tensor, from the seed and the tensor's
+qualified name, so that a tensor's values do not depend on which others are made;
+the generators end as they began.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deferred_init.aliases import storage_key
+from deferred_init.handlers.protocol import Step
+
+__all__ = ["ByName", "Eager", "GeneratorSnapshot", "canonical_name", "seed_all"]
+
+POLICIES = ("eager", "by_name")
+_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+
+
+class GeneratorSnapshot:
+    """States of every generator that an init function may draw from.
+
+    These are torch's default generators of the CPU and of the target device,
+    Python's `random`, and numpy's global one where numpy is imported.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._cpu = torch.random.get_rng_state()
+        self._accelerator = _get_device_state(device)
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+
+    def restore(self) -> None:
+        """Put all generators back."""
+        torch.random.set_rng_state(self._cpu)
+        if self._accelerator is not None:
+            torch.get_device_module(self._device).set_rng_state(
+                self._accelerator, self._device
+            )
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+
+
+def seed_all(seed: int, device: torch.device) -> None:
+    """Do what `torch.manual_seed(seed)` does, for the CPU and one device only."""
+    torch.default_generator.manual_seed(seed)
+    if device.type not in ("cpu", "meta"):
+        with torch.get_device_module(device).device(device):
+            torch.get_device_module(device).manual_seed(seed)
+
+
+class Eager:
+    """Leave the stream alone: the order of the steps is what makes it right."""
+
+    name = "eager"
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Run one step."""
+        yield
+
+
+class ByName:
+    """Seed before each random operation, from the seed and the tensor's name.
+
+    The seed of the n-th random operation on a tensor is the first 8 bytes of
+    SHA-256 over `"{seed}:{name}:{n}"`. Operations on temporaries (the QR input of
+    `orthogonal_`) count for the module, under its name.
+
+    Args:
+        seed: The job's seed.
+        device: The device whose generator is seeded.
+    """
+
+    name = "by_name"
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self._seed = seed
+        self._device = device
+
+    @contextmanager
+    def step(self, step: Step) -> Iterator[None]:
+        """Run one step with every random operation seeded by name."""
+        owner = canonical_name(step.site.fqn)
+        with _SeedingMode(self._seed_for, owner, step):
+            yield
+
+    def _seed_for(self, name: str, ordinal: int) -> None:
+        text = f"{self._seed}:{name}:{ordinal}".encode()
+        value = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+        seed_all(value & 0x7FFF_FFFF_FFFF_FFFF, self._device)
+
+
+class _SeedingMode(TorchDispatchMode):
+    def __init__(self, seed_for: Any, owner: str, step: Step) -> None:
+        super().__init__()
+        self._seed_for = seed_for
+        self._owner = owner
+        self._step = step
+        self._counts: dict[str, int] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            name = self._name_of(args[0]) if args else self._owner
+            ordinal = self._counts.get(name, 0)
+            self._counts[name] = ordinal + 1
+            self._seed_for(name, ordinal)
+        return func(*args, **(kwargs or {}))
+
+    def _name_of(self, target: object) -> str:
+        if not isinstance(target, Tensor):
+            return self._owner
+        key = storage_key(target)
+        claim = self._step.claim
+        for slot in (*claim.slots, *claim.rewrites):
+            if storage_key(slot.tensor) == key:
+                return canonical_name(slot.fqn)
+        return self._owner
+
+
+def canonical_name(fqn: str) -> str:
+    """Return a name without the parts that wrappers and model lists add.
+
+    >>> canonical_name("model[1].layers.0._orig_mod.weight")
+    'layers.0.weight'
+    """
+    parts = fqn.split(".")
+    if parts and parts[0].startswith("model[") and parts[0].endswith("]"):
+        parts = parts[1:]
+    return ".".join(part for part in parts if part not in _WRAPPERS)
+
+
+def _get_device_state(device: torch.device) -> Tensor | None:
+    if device.type in ("cpu", "meta"):
+        return None
+    state = torch.get_device_module(device).get_rng_state(device)
+    assert isinstance(state, Tensor)
+    return state
