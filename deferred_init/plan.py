@@ -93,8 +93,15 @@ class Plan:
         return "\n".join([head, *rows])
 
 
-def make_plan(inventory: Inventory, request: Request) -> Plan:
+def make_plan(
+    inventory: Inventory, request: Request, known_problems: Sequence[str] = ()
+) -> Plan:
     """Collect the claims of all initializers.
+
+    Args:
+        inventory: What there is.
+        request: What is asked for.
+        known_problems: Found by earlier checks; reported together with the rest.
 
     Raises:
         PlanError: If anything is unclaimed or impossible; lists all of it.
@@ -104,7 +111,8 @@ def make_plan(inventory: Inventory, request: Request) -> Plan:
     for site in inventory.sites():
         if id(site) in needed:
             claims.ask(site)
-    problems = [*claims.problems, *_unclaimed(inventory, claims.claimed)]
+    problems = [*known_problems, *claims.problems]
+    problems += _unclaimed(inventory, claims.claimed)
     problems += _unallocatable(inventory, request)
     if request.rng == "by_name":
         problems += _name_collisions(inventory)
@@ -126,16 +134,25 @@ def make_plan(inventory: Inventory, request: Request) -> Plan:
 
 
 def final_dtype(slot: Slot, request: Request) -> torch.dtype:
-    """The dtype that a slot's tensor ends with: its own, or what was asked for."""
-    tensor = slot.tensor
-    if not tensor.is_floating_point():
-        return tensor.dtype
-    if request.recipe is not None:
-        by_kind = request.recipe.dtype_for(slot.kind.value)
-        if by_kind is not None:
-            assert isinstance(by_kind, torch.dtype)
-            return by_kind
-    return request.dtype or tensor.dtype
+    """The dtype that a slot's tensor ends with: its own, or what was asked for.
+
+    `dtype=` of the call wins over the recipe, and only floating-point tensors
+    ever change.
+    """
+    own = slot.tensor.dtype
+    if not own.is_floating_point or slot.tensor.element_size() == 1:
+        return own
+    if request.dtype is not None:
+        return request.dtype
+    if request.recipe is None:
+        return own
+    target = request.recipe.dtype.target(
+        own,
+        is_buffer=slot.kind is not SlotKind.PARAMETER,
+        in_norm="norm" in type(slot.owner).__name__.lower(),
+    )
+    assert isinstance(target, torch.dtype)
+    return target
 
 
 class _Claims:

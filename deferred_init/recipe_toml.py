@@ -183,7 +183,8 @@ def _read_rule(
     table: Mapping[str, Any], index: int, problems: list[str]
 ) -> InitRule | None:
     where = f"init.rules[{index}]"
-    absent = [key for key in ("match", "distribution") if type(table.get(key)) is not str]
+    required = ("match", "distribution")
+    absent = [key for key in required if type(table.get(key)) is not str]
     if absent:
         problems += [f"`{where}.{key}` must be a string" for key in absent]
         return None
@@ -201,7 +202,9 @@ def toml_from_fields(recipe: Mapping[str, Any]) -> str:
     Raises:
         ValueError: A live TE recipe holds settings that plain data cannot express.
     """
-    lines = [f"{key} = {_literal(recipe[key])}" for key in _TEXTS if recipe[key]]
+    lines = [f"name = {_literal(recipe['name'])}"]
+    if recipe["description"]:
+        lines.append(f"description = {_literal(recipe['description'])}")
     lines += [f"{key} = true" for key in _FLAGS if recipe[key]]
     if recipe["high_precision_modules"]:
         patterns = list(recipe["high_precision_modules"])
@@ -215,7 +218,7 @@ def toml_from_fields(recipe: Mapping[str, Any]) -> str:
     for rule in recipe["init_rules"]:
         own = {key: getattr(rule, key) for key in _RULE_FIELDS}
         lines += ["", "[[init.rules]]"]
-        lines += [f"{k} = {_literal(v)}" for k, v in own.items() if v]
+        lines += [f"{k} = {_literal(v)}" for k, v in own.items() if v not in (None, 0)]
         lines += [f"{key} = {_literal(value)}" for key, value in rule.options]
     return "\n".join(lines) + "\n"
 

@@ -1,0 +1,31 @@
+"""Deferred initialization: from a model without memory to one that can train."""
+
+from __future__ import annotations
+
+from deferred_init.api import audit, materialize, plan
+from deferred_init.errors import (
+    AuditError,
+    DeferredInitError,
+    MaterializeError,
+    PlanError,
+)
+from deferred_init.handlers.registry import register_initializer
+from deferred_init.plan import Plan
+from deferred_init.recipe import Recipe
+from deferred_init.report import Report
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AuditError",
+    "DeferredInitError",
+    "MaterializeError",
+    "Plan",
+    "PlanError",
+    "Recipe",
+    "Report",
+    "audit",
+    "materialize",
+    "plan",
+    "register_initializer",
+]

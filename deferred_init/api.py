@@ -1,0 +1,274 @@
+"""The three verbs: `materialize`, `plan`, `audit`."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deferred_init.audit import run_audit, take_snapshot
+from deferred_init.errors import AuditError, PlanError
+from deferred_init.execute import Execution, all_or_nothing, run_steps
+from deferred_init.handlers.protocol import Request
+from deferred_init.handlers.registry import load_handlers, refreshers
+from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
+from deferred_init.plan import Plan, make_plan
+from deferred_init.progress import progress_bar
+from deferred_init.report import Report, ReportStep
+from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
+from deferred_init.slots import Inventory, take_inventory
+from deferred_init.validate import (
+    as_models,
+    as_optimizers,
+    make_request,
+    wrapper_problems,
+)
+from deferred_init.workspace import ExecutionWorkspace
+
+__all__ = ["audit", "materialize", "plan"]
+
+Models = nn.Module | Sequence[nn.Module]
+
+
+def materialize(
+    model: Models,
+    device: torch.device | str | int,
+    recipe: object = None,
+    *,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    holders: Iterable[Any] = (),
+    seed: int | None = None,
+    rng: str = "eager",
+    verify: str = "fast",
+    strict: bool = True,
+    progress: bool | None = None,
+    dtype: torch.dtype | None = None,
+) -> Report:
+    """Give memory and values to everything in a model that has none, and prove it.
+
+    Every Parameter and buffer stays the same Python object, with new contents, so
+    that optimizers, ties, fusers and your own variables are right without being
+    told. Ties, views, `requires_grad`, Python attributes, hooks, dtypes, train/eval
+    and buffer persistence survive. Tensors that have memory already are not touched.
+    If anything fails, model, optimizers and generators are put back as they were.
+
+    Args:
+        model: A module built on the meta device or recorded by `deferred_init`, or
+            several that belong together (pipeline stages; actor and critic that
+            share weights).
+        device: Where the tensors shall be: `"cpu"`, `"cuda"`, `"cuda:1"`.
+        recipe: Numeric format: the name of a preset, a path, a `Recipe`, or a
+            Transformer Engine recipe object. None keeps what the model says.
+        optimizers: Optimizers built on the deferred parameters.
+        holders: Anything else that holds parameters: EMA lists, dicts, functions
+            with closures; checked by the audit, and rebound where a parameter could
+            not keep its identity.
+        seed: Seeds torch's generators of the CPU and of `device` first. None goes
+            on with their current state, as a constructor would.
+        rng: `"eager"` gives the values, and leaves the generator state, of eager
+            construction on `device`; `"by_name"` seeds each tensor from `seed` and
+            its qualified name, for subsets that must agree.
+        verify: `"fast"` checks structure; `"full"` also poisons every allocation
+            before it is filled and reads all values back.
+        strict: Raise if the audit finds anything; otherwise only report it.
+        progress: Show a progress bar; None shows one on a terminal when the work
+            takes longer than a second.
+        dtype: Cast floating-point parameters and buffers to this, as `model.to`
+            would after eager construction.
+
+    Returns:
+        The report; `print(report)` shows it.
+
+    Raises:
+        PlanError: Something cannot be made; all of it is listed, nothing was done.
+        MaterializeError: A step failed; everything is as it was.
+        AuditError: The audit found something; carries the report.
+        TypeError, ValueError: An argument is of the wrong kind.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> with torch.device("meta"):
+        ...     model = torch.nn.Linear(4, 2)
+        >>> weight = model.weight
+        >>> report = di.materialize(model, "cpu", seed=0)
+        >>> report.ok, model.weight is weight, weight.device.type
+        (True, True, 'cpu')
+    """
+    started = time.perf_counter()
+    models, opts, held = as_models(model), as_optimizers(optimizers), tuple(holders)
+    request = make_request(device, recipe, rng=rng, verify=verify, dtype=dtype)
+    inventory = _look(models)
+    the_plan = _plan(inventory, request, opts)
+    before = take_snapshot(models, optimizers=opts, holders=held)
+    planned = time.perf_counter()
+    execution, workspace = _execute(the_plan, opts, held, seed, progress)
+    executed = time.perf_counter()
+    findings = run_audit(
+        models,
+        optimizers=opts,
+        holders=held,
+        verify=verify,
+        expected=before,
+        device=request.device,
+    )
+    seconds = {
+        "plan": planned - started,
+        "execute": executed - planned,
+        "audit": time.perf_counter() - executed,
+    }
+    report = _report(the_plan, execution, workspace, findings, seconds)
+    if strict and not report.ok:
+        raise AuditError(str(report), report)
+    return report
+
+
+def plan(
+    model: Models,
+    device: torch.device | str | int,
+    recipe: object = None,
+    *,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    rng: str = "eager",
+    verify: str = "fast",
+    dtype: torch.dtype | None = None,
+) -> Plan:
+    """Say what `materialize` would do, without doing any of it.
+
+    Takes the arguments of `materialize` and needs no device: a plan for `"cuda"`
+    can be made on a machine without a GPU. Reads the model, changes nothing.
+
+    Returns:
+        The plan: steps, bytes, predicted peak; `print(plan)` shows it.
+
+    Raises:
+        PlanError: As `materialize` would.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> di.plan(torch.nn.Linear(4, 2, device="meta"), "cuda").final_bytes
+        40
+    """
+    request = make_request(
+        device, recipe, rng=rng, verify=verify, dtype=dtype, must_exist=False
+    )
+    return _plan(_look(as_models(model)), request, as_optimizers(optimizers))
+
+
+def audit(
+    model: Models,
+    *,
+    optimizers: Optimizer | Iterable[Optimizer] = (),
+    holders: Iterable[Any] = (),
+    verify: str = "fast",
+) -> Report:
+    """Prove that a model is ready to train, or say what is wrong with it.
+
+    Looks at the whole object graph and changes nothing; works on any model,
+    materialized by this package or not.
+
+    Returns:
+        A report whose `findings` are empty if all is well; never raises for them.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> di.audit(torch.nn.Linear(4, 2)).ok
+        True
+    """
+    models, opts = as_models(model), as_optimizers(optimizers)
+    load_handlers()
+    started = time.perf_counter()
+    findings = run_audit(
+        models, optimizers=opts, holders=tuple(holders), verify=verify
+    )
+    seconds = {"audit": time.perf_counter() - started}
+    return Report(findings=tuple(findings), seconds=seconds)
+
+
+def _look(models: tuple[nn.Module, ...]) -> Inventory:
+    load_handlers()
+    return take_inventory(models)
+
+
+def _plan(
+    inventory: Inventory, request: Request, optimizers: tuple[Optimizer, ...]
+) -> Plan:
+    before = [*wrapper_problems(inventory), *check_holders(inventory, optimizers)]
+    return make_plan(inventory, request, before)
+
+
+def _execute(
+    the_plan: Plan,
+    optimizers: tuple[Optimizer, ...],
+    holders: tuple[Any, ...],
+    seed: int | None,
+    progress: bool | None,
+) -> tuple[Execution, ExecutionWorkspace]:
+    """Run the plan, then rebind; all of it or nothing."""
+    request = the_plan.request
+    if request.rng == "by_name" and seed is None:
+        raise PlanError('rng="by_name" needs a seed: pass seed=<int>')
+    generators = GeneratorSnapshot(request.device)
+    workspace = ExecutionWorkspace(the_plan.inventory, request)
+    with (
+        all_or_nothing(workspace, generators),
+        progress_bar(the_plan, progress) as on_step,
+    ):
+        if seed is not None and request.rng == "eager" and the_plan.steps:
+            seed_all(seed, request.device)
+        named = request.rng == "by_name"
+        policy = ByName(seed or 0, request.device) if named else Eager()
+        execution = run_steps(the_plan, workspace, policy, on_step)
+        if named:
+            generators.restore()
+        for text in fill_optimizer_state(optimizers, workspace.on_undo):
+            workspace.note(f"made {text}")
+        for refresher in refreshers():
+            refresher.refresh(the_plan.inventory, holders, workspace)
+        for place in rebind_holders(
+            workspace.replaced, optimizers, holders, workspace.on_undo
+        ):
+            workspace.note(f"rebound {place}")
+    return execution, workspace
+
+
+def _report(
+    the_plan: Plan,
+    execution: Execution,
+    workspace: ExecutionWorkspace,
+    findings: Sequence[Any],
+    seconds: dict[str, float],
+) -> Report:
+    reasons = {id(slot.tensor): reason for slot, reason in the_plan.unswappable}
+    return Report(
+        findings=tuple(findings),
+        seconds=seconds,
+        device=str(the_plan.request.device),
+        recipe=getattr(the_plan.request.recipe, "name", None),
+        rng=the_plan.request.rng,
+        notes=(*the_plan.notes, *workspace.notes),
+        assumptions=the_plan.assumptions,
+        rebound=tuple(
+            f"{slot.fqn}: {reasons.get(id(slot.tensor), 'replaced')}"
+            for slot in the_plan.inventory.slots
+            if id(slot.tensor) in workspace.replaced
+        ),
+        steps=tuple(
+            ReportStep(
+                fqn=step.site.fqn,
+                module_class=type(step.site.module).__name__,
+                initializer=step.initializer.name,
+                source=step.claim.source,
+                num_tensors=len(step.claim.slots),
+                num_bytes=step.num_bytes,
+                seconds=execution.seconds.get(step.index, 0.0),
+            )
+            for step in the_plan.steps
+        ),
+        final_bytes=the_plan.final_bytes,
+        peak_bytes=execution.peak_bytes,
+        predicted_peak_bytes=the_plan.peak_bytes,
+    )

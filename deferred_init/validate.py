@@ -1,0 +1,127 @@
+"""Checks of the caller's arguments, all before anything is looked at in depth."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from deferred_init.errors import PlanError
+from deferred_init.handlers.protocol import Request
+from deferred_init.recipe import Recipe
+from deferred_init.rng import POLICIES
+from deferred_init.slots import Inventory
+
+__all__ = ["as_models", "make_request", "wrapper_problems"]
+
+_VERIFY = ("fast", "full")
+_WRAP_AFTER = {
+    "torch.nn.parallel.distributed.DistributedDataParallel": "wrap it in DDP",
+    "torch.nn.parallel.data_parallel.DataParallel": "wrap it in DataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": (
+        "wrap it in FSDP1"
+    ),
+    "torch.jit._script.RecursiveScriptModule": "script it",
+}
+
+
+def as_models(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+    """Return the models as a tuple.
+
+    Raises:
+        TypeError: If something in it is not an `nn.Module`.
+    """
+    models = (model,) if isinstance(model, nn.Module) else tuple(model)
+    wrong = [type(item).__name__ for item in models if not isinstance(item, nn.Module)]
+    if wrong or not models:
+        found = ", ".join(wrong) or "an empty sequence"
+        raise TypeError(f"expected an nn.Module or a sequence of them, got {found}")
+    return models
+
+
+def as_optimizers(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:
+    """Return the optimizers as a tuple; one alone is accepted."""
+    if hasattr(optimizers, "param_groups"):
+        return (optimizers,)  # type: ignore[return-value]
+    found = tuple(optimizers)
+    wrong = [type(o).__name__ for o in found if not hasattr(o, "param_groups")]
+    if wrong:
+        raise TypeError(f"expected torch optimizers in `optimizers`, got {wrong}")
+    return found
+
+
+def make_request(
+    device: torch.device | str | int,
+    recipe: object,
+    *,
+    rng: str,
+    verify: str,
+    dtype: torch.dtype | None,
+    must_exist: bool = True,
+) -> Request:
+    """Turn arguments into a request.
+
+    Args:
+        must_exist: Whether the device has to be there; False to plan elsewhere.
+
+    Raises:
+        ValueError: An unknown policy, or a device that does not exist.
+        TypeError: `dtype` is not a floating-point `torch.dtype`.
+    """
+    if rng not in POLICIES:
+        raise ValueError(f"rng must be one of {POLICIES}, found {rng!r}")
+    if verify not in _VERIFY:
+        raise ValueError(f"verify must be one of {_VERIFY}, found {verify!r}")
+    if dtype is not None and not (
+        isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    ):
+        raise TypeError(f"dtype must be a floating-point torch.dtype, found {dtype!r}")
+    return Request(
+        device=_resolve_device(device, must_exist),
+        recipe=None if recipe is None else Recipe.load(recipe),
+        dtype=dtype,
+        rng=rng,
+        verify=verify,
+    )
+
+
+def wrapper_problems(inventory: Inventory) -> list[str]:
+    """Name wrappers that keep copies of their own of what would be materialized."""
+    problems = []
+    for site in inventory.sites():
+        for base in type(site.module).__mro__:
+            action = _WRAP_AFTER.get(f"{base.__module__}.{base.__qualname__}")
+            if action is None:
+                continue
+            if any(s.deferred for below in site.post_order() for s in below.slots):
+                problems.append(
+                    f"`{site.fqn or '(root)'}` is a `{type(site.module).__name__}` "
+                    "around deferred parameters, of which it keeps its own records: "
+                    f"materialize the bare model first, then {action}"
+                )
+    return problems
+
+
+def _resolve_device(device: torch.device | str | int, must_exist: bool) -> torch.device:
+    resolved = torch.device(device)
+    if resolved.type == "meta":
+        raise ValueError("device must have memory; 'meta' is what models come from")
+    if resolved.type == "cpu" or not must_exist:
+        return torch.device(resolved.type) if resolved.type == "cpu" else resolved
+    module = getattr(torch, resolved.type, None)
+    if module is None or not module.is_available():
+        raise PlanError(
+            f"device {str(resolved)!r} was asked for, but torch {torch.__version__} "
+            f"finds no {resolved.type} device on this machine. Use device='cpu', or "
+            f"install a torch build with {resolved.type} support"
+        )
+    index = module.current_device() if resolved.index is None else resolved.index
+    count = module.device_count()
+    if index >= count:
+        raise PlanError(
+            f"device '{resolved.type}:{index}' was asked for, but this machine has "
+            f"{count} {resolved.type} device(s), numbered 0 to {count - 1}"
+        )
+    return torch.device(resolved.type, index)
