@@ -225,7 +225,7 @@ class TERecipeSpec:
             options["fp8_format"] = te_recipes.Format[options["fp8_format"]]
         try:
             return te_class(**options)
-        except (TypeError, AssertionError) as error:
+        except (TypeError, ValueError, AssertionError) as error:
             raise PlanError(
                 f"the installed Transformer Engine refuses `{self.name}` with "
                 f"{options}: {error}"
