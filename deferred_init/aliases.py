@@ -9,7 +9,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["StorageGroup", "group_by_storage", "is_deferred", "storage_key"]
+__all__ = [
+    "StorageGroup",
+    "byte_span",
+    "group_by_storage",
+    "is_deferred",
+    "storage_key",
+]
 
 
 def is_deferred(tensor: Tensor) -> bool:
@@ -78,6 +84,19 @@ def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
         group = StorageGroup(key=key, members=tuple(members))
         groups.update((id(member), group) for member in members)
     return groups
+
+
+def byte_span(tensor: Tensor) -> tuple[int, int]:
+    """Return the bytes of its storage that a tensor may touch: [first, past last)."""
+    size = tensor.element_size()
+    start = tensor.storage_offset() * size
+    if tensor.numel() == 0:
+        return start, start
+    reach = sum(
+        (length - 1) * stride
+        for length, stride in zip(tensor.size(), tensor.stride(), strict=True)
+    )
+    return start, start + (reach + 1) * size
 
 
 def _covers_storage(tensor: Tensor) -> bool:

@@ -16,11 +16,13 @@ from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import load_handlers, refreshers
 from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
-from deferred_init.plan import Plan, make_plan
+from deferred_init.inventory import take_inventory
+from deferred_init.plan import Plan
+from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar
 from deferred_init.report import Report, ReportStep
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
-from deferred_init.slots import Inventory, take_inventory
+from deferred_init.slots import Inventory
 from deferred_init.validate import (
     as_models,
     as_optimizers,
@@ -181,9 +183,7 @@ def audit(
     models, opts = as_models(model), as_optimizers(optimizers)
     load_handlers()
     started = time.perf_counter()
-    findings = run_audit(
-        models, optimizers=opts, holders=tuple(holders), verify=verify
-    )
+    findings = run_audit(models, optimizers=opts, holders=tuple(holders), verify=verify)
     seconds = {"audit": time.perf_counter() - started}
     return Report(findings=tuple(findings), seconds=seconds)
 

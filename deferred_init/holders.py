@@ -69,9 +69,7 @@ def check_holders(
     return problems
 
 
-def fill_optimizer_state(
-    optimizers: Sequence[Optimizer], on_undo: Undo
-) -> list[str]:
+def fill_optimizer_state(optimizers: Sequence[Optimizer], on_undo: Undo) -> list[str]:
     """Make state that an optimizer created in its constructor, and nothing else.
 
     Among torch's optimizers that is Adagrad's `sum`, filled with its group's

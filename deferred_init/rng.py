@@ -26,7 +26,9 @@ from deferred_init.handlers.protocol import Step
 __all__ = ["ByName", "Eager", "GeneratorSnapshot", "canonical_name", "seed_all"]
 
 POLICIES = ("eager", "by_name")
-_WRAPPERS = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+_WRAPPERS = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
+)
 
 
 class GeneratorSnapshot:

@@ -13,7 +13,8 @@ from deferred_init.aliases import StorageGroup
 from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Request, Step
 from deferred_init.handlers.registry import allocator_for
-from deferred_init.plan import final_dtype, views_within
+from deferred_init.plan import final_dtype
+from deferred_init.plan_checks import views_within
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange, swap_obstacle
 from deferred_init.slots import Inventory, Slot, SlotKind
@@ -167,7 +168,8 @@ class ExecutionWorkspace:
                 ):
                     continue
                 original = self.current(slot.tensor)
-                slot.write(_scratch_like(original, self._request.device))
+                made = id(slot.tensor) in self._made
+                slot.write(_scratch_like(original, self._request.device, copy=not made))
                 lent.append((slot, original))
         return lent
 
@@ -180,13 +182,13 @@ class ExecutionWorkspace:
                 slot.write(self.current(slot.tensor))
 
 
-def _scratch_like(tensor: Tensor, device: torch.device) -> Tensor:
-    if tensor.is_meta:
-        data = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
-        )
-    else:
-        data = tensor.detach().clone()
+def _scratch_like(tensor: Tensor, device: torch.device, *, copy: bool) -> Tensor:
+    """Return memory of the same geometry; with the values where they were real."""
+    if copy and not tensor.is_meta:
+        return dress(tensor, tensor.detach().clone())
+    data = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+    )
     return dress(tensor, data)
 
 

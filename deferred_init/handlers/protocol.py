@@ -160,7 +160,21 @@ class Initializer(Protocol):
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
     ) -> Claim | None:
-        """Say which of the pending slots it will make; None for "not mine"."""
+        """Say which of the pending slots it will make; None for "not mine".
+
+        Args:
+            site: A module that owns deferred tensors, or, for a composite
+                initializer, one with descendants that do.
+            pending: The module's own deferred tensors that nobody has claimed,
+                one slot per tensor. Empty if another module makes them all, as for
+                a tied head: its constructor drew random numbers for a weight that
+                the tie then threw away, so to keep the generator in step claim
+                with no slots, and `filling` lends scratch for everything.
+            request: What the caller asked for.
+
+        Slots of other modules may be claimed too. What somebody claimed before is
+        turned into a rewrite.
+        """
         ...
 
     def run(self, step: Step, workspace: Workspace) -> None:

@@ -69,6 +69,8 @@ class _Rule:
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
     ) -> Claim | None:
+        if not pending:
+            return None
         fill_name = getattr(self._fill, "__qualname__", repr(self._fill))
         return Claim(slots=pending, source=f"{fill_name} for {self._type.__name__}")
 

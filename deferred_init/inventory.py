@@ -1,0 +1,219 @@
+"""Takes the inventory: finds every slot of a model, also where torch does not look.
+
+Besides parameters and buffers it looks into plain attributes, lists, dicts, tuples
+and plain objects that modules hold, and finds modules that are kept in such
+containers and that `named_modules()` therefore never shows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.aliases import group_by_storage
+from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
+
+__all__ = ["take_inventory"]
+
+_ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
+_ATOM_TYPES = frozenset(
+    {int, float, complex, str, bytes, bool, type(None), type, torch.dtype}
+    | {torch.device, torch.Size, type(lambda: 0), type(len), range, slice}
+)
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_MAX_DEPTH = 8
+
+
+def take_inventory(models: Sequence[nn.Module]) -> Inventory:
+    """List every slot of the models; changes nothing and touches no storage.
+
+    Args:
+        models: One module or several; one that is reachable twice (two models
+            that share a block) is listed once, under its first name.
+    """
+    walk = _Walk()
+    labels = [""] if len(models) == 1 else [f"model[{i}]" for i in range(len(models))]
+    roots = tuple(
+        site
+        for model, label in zip(models, labels, strict=True)
+        if (site := walk.visit(model, label)) is not None
+    )
+    slots = tuple(walk.slots)
+    by_tensor: dict[int, list[Slot]] = {}
+    for slot in slots:
+        by_tensor.setdefault(id(slot.tensor), []).append(slot)
+    return Inventory(
+        roots=roots,
+        slots=slots,
+        groups=group_by_storage(slot.tensor for slot in slots),
+        _by_tensor={key: tuple(held) for key, held in by_tensor.items()},
+    )
+
+
+class _Walk:
+    """Depth-first walk that remembers what it has seen."""
+
+    def __init__(self) -> None:
+        self.slots: list[Slot] = []
+        self._seen_modules: set[int] = set()
+        self._seen_objects: set[int] = set()
+        self._seen_tensors: set[int] = set()
+
+    def visit(
+        self, module: nn.Module, fqn: str, *, registered: bool = True
+    ) -> ModuleSite | None:
+        """Visit a tree of modules without recursing once per level of nesting."""
+        if id(module) in self._seen_modules:
+            return None
+        self._seen_modules.add(id(module))
+        # Frames: (module, fqn, registered, own slots, built children, queue).
+        done: ModuleSite | None = None
+        stack = [self._enter(module, fqn, registered)]
+        while stack:
+            frame = stack[-1]
+            if done is not None:
+                frame.children.append(done)
+                done = None
+            entered = False
+            while frame.queue:
+                child, child_fqn, child_registered = frame.queue.pop(0)
+                if id(child) not in self._seen_modules:
+                    self._seen_modules.add(id(child))
+                    stack.append(self._enter(child, child_fqn, child_registered))
+                    entered = True
+                    break
+            if not entered:
+                done = frame.finish()
+                stack.pop()
+        return done
+
+    def _enter(self, module: nn.Module, fqn: str, registered: bool) -> _Frame:
+        frame = _Frame(module=module, fqn=fqn, registered=registered)
+        start = len(self.slots)
+        for name, param in module._parameters.items():
+            if param is not None:
+                self._add(frame, name, SlotKind.PARAMETER, module._parameters, param)
+        transient = module._non_persistent_buffers_set
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                kept = name not in transient
+                self._add(frame, name, SlotKind.BUFFER, module._buffers, buffer, kept)
+        for name, child in module._modules.items():
+            if child is not None:
+                frame.queue.append((child, _join(fqn, name), registered))
+        for name, value in vars(module).items():
+            if name not in _MODULE_INTERNALS and type(value) not in _ATOM_TYPES:
+                self._look(frame, name, vars(module), name, value, 0)
+        frame.slots = tuple(self.slots[start:])
+        return frame
+
+    def _add(
+        self,
+        frame: _Frame,
+        name: str,
+        kind: SlotKind,
+        container: Any,
+        tensor: Tensor,
+        persistent: bool = True,
+        key: Any = None,
+    ) -> None:
+        self.slots.append(
+            Slot(
+                owner=frame.module,
+                owner_fqn=frame.fqn,
+                name=name,
+                kind=kind,
+                persistent=persistent,
+                container=container,
+                key=name if key is None else key,
+                tensor=tensor,
+            )
+        )
+        if id(tensor) in self._seen_tensors:
+            return
+        self._seen_tensors.add(id(tensor))
+        carried = getattr(tensor, "__dict__", None)
+        if carried and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+            for attr, value in carried.items():
+                if isinstance(value, Tensor):
+                    self._add(
+                        frame,
+                        f"{name}.{attr}",
+                        SlotKind.TENSOR_ATTRIBUTE,
+                        carried,
+                        value,
+                        False,
+                        attr,
+                    )
+
+    def _look(
+        self,
+        frame: _Frame,
+        name: str,
+        container: Any,
+        key: Any,
+        value: Any,
+        depth: int,
+    ) -> None:
+        """Look at one value that a module or a container of it holds."""
+        if isinstance(value, Tensor):
+            self._add(frame, name, SlotKind.ATTRIBUTE, container, value, False, key)
+        elif isinstance(value, nn.Module):
+            frame.queue.append((value, _join(frame.fqn, name), False))
+        elif depth < _MAX_DEPTH and id(value) not in self._seen_objects:
+            items = _items(value)
+            if items is None:
+                return
+            self._seen_objects.add(id(value))
+            inner, pairs = items
+            for item_key, label, item in pairs:
+                if type(item) not in _ATOM_TYPES:
+                    self._look(
+                        frame, f"{name}{label}", inner, item_key, item, depth + 1
+                    )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Frame:
+    """A module that is being visited."""
+
+    module: nn.Module
+    fqn: str
+    registered: bool
+    slots: tuple[Slot, ...] = ()
+    children: list[ModuleSite] = field(default_factory=list)
+    queue: list[tuple[nn.Module, str, bool]] = field(default_factory=list)
+
+    def finish(self) -> ModuleSite:
+        return ModuleSite(
+            module=self.module,
+            fqn=self.fqn,
+            registered=self.registered,
+            slots=self.slots,
+            children=tuple(self.children),
+        )
+
+
+def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
+    """Return a container and its (key, label, item) triples, or None for a leaf."""
+    if isinstance(value, Mapping):
+        return value, [(k, f"[{k!r}]", v) for k, v in list(value.items())]
+    if isinstance(value, (list, tuple)):
+        return value, [(i, f"[{i}]", v) for i, v in enumerate(value)]
+    if isinstance(value, (set, frozenset)):
+        frozen = tuple(value)
+        return frozen, [(i, "{...}", v) for i, v in enumerate(frozen)]
+    if isinstance(value, _ATOMS) or callable(value):
+        return None
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return None
+    return attributes, [(k, f".{k}", v) for k, v in list(attributes.items())]
+
+
+def _join(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name

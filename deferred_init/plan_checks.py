@@ -1,0 +1,112 @@
+"""What can make a plan impossible, found before anything is changed."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from deferred_init.aliases import StorageGroup, byte_span
+from deferred_init.errors import listing
+from deferred_init.handlers.protocol import Request
+from deferred_init.handlers.registry import allocator_for
+from deferred_init.rebind import swap_obstacle
+from deferred_init.rng import canonical_name
+from deferred_init.slots import Inventory, Slot, SlotKind
+
+__all__ = [
+    "name_collisions",
+    "unallocatable",
+    "unclaimed",
+    "unswappable",
+    "views_within",
+]
+
+
+def unclaimed(inventory: Inventory, claimed: set[int]) -> list[str]:
+    left = [
+        slot
+        for slot in inventory.deferred
+        if id(slot.tensor) not in claimed and not _lies_within(inventory, slot, claimed)
+    ]
+    if not left:
+        return []
+    owners = dict.fromkeys(type(slot.owner).__name__ for slot in left)
+    carried = any(slot.kind is SlotKind.TENSOR_ATTRIBUTE for slot in left)
+    described = [slot.describe()[1:].replace("`", "", 1) for slot in left]
+    names = ", ".join(
+        f"`{name.split(' ', 1)[0]}` {name.split(' ', 1)[1]}" for name in described[:10]
+    )
+    more = f", ... and {len(left) - 10} more" if len(left) > 10 else ""
+    extra = (
+        " Tensors that a Parameter carries are attached after `materialize`."
+        if carried
+        else ""
+    )
+    verb = "tensor has" if len(left) == 1 else "tensors have"
+    return [
+        f"{len(left)} {verb} no initializer: {names}{more}. Build the model inside "
+        f"`deferred_init(...)`, register an initializer for {listing(list(owners))}, "
+        f"or load real values into them before.{extra}"
+    ]
+
+
+def _lies_within(inventory: Inventory, slot: Slot, claimed: set[int]) -> bool:
+    """Whether a tensor is a view into memory that a claimed tensor fills."""
+    start, end = byte_span(slot.tensor)
+    for member in inventory.groups[id(slot.tensor)].members:
+        if id(member) in claimed and member.is_contiguous():
+            first, last = byte_span(member)
+            if first <= start and end <= last:
+                return True
+    return False
+
+
+def unallocatable(inventory: Inventory, request: Request) -> list[str]:
+    problems = []
+    for slot in inventory.deferred:
+        allocator = allocator_for(slot.tensor)
+        if allocator is None:
+            problems.append(
+                f"{slot.describe()} is a `{type(slot.tensor).__name__}`, a tensor "
+                "subclass that no allocator claims: materialize the model before "
+                "its parameters are converted, or build it inside `deferred_init`"
+            )
+        elif (reason := allocator.problem(slot.tensor, request)) is not None:
+            problems.append(f"{slot.describe()} {reason}")
+    return problems
+
+
+def name_collisions(inventory: Inventory) -> list[str]:
+    names: dict[str, int] = {}
+    clashes: list[str] = []
+    for slot in inventory.deferred:
+        name = canonical_name(slot.fqn)
+        if names.setdefault(name, id(slot.tensor)) != id(slot.tensor):
+            clashes.append(name)
+    if not clashes:
+        return []
+    return [
+        f"{len(clashes)} names stand for two different tensors each under "
+        f'rng="by_name", which would give both the same values: {listing(clashes)}. '
+        "Materialize these models one by one with different seeds"
+    ]
+
+
+def unswappable(inventory: Inventory) -> tuple[tuple[Slot, str], ...]:
+    found = []
+    for slot in inventory.deferred:
+        group = inventory.groups[id(slot.tensor)]
+        views = views_within(group, slot.tensor)
+        reason = swap_obstacle(slot.tensor, known_views=views)
+        if reason is not None:
+            found.append((slot, reason))
+    return tuple(found)
+
+
+def views_within(group: StorageGroup, tensor: Tensor) -> int:
+    """How many members of a group are autograd views of this member."""
+    if len(group.members) == 1:
+        return 0
+    return sum(
+        member is not tensor and member._is_view() and member._base is tensor
+        for member in group.members
+    )

@@ -1,0 +1,170 @@
+"""Makes a plan: collects the claims of all initializers and orders them.
+
+All claims are collected and all problems found before a single one is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from deferred_init.errors import PlanError
+from deferred_init.handlers.protocol import Claim, Initializer, Request, Step
+from deferred_init.handlers.registry import allocator_for, initializers_for
+from deferred_init.plan import Plan, final_dtype
+from deferred_init.plan_checks import (
+    name_collisions,
+    unallocatable,
+    unclaimed,
+    unswappable,
+)
+from deferred_init.slots import Inventory, ModuleSite, Slot
+
+__all__ = ["make_plan"]
+
+
+def make_plan(
+    inventory: Inventory, request: Request, known_problems: Sequence[str] = ()
+) -> Plan:
+    """Collect the claims of all initializers.
+
+    Args:
+        inventory: What there is.
+        request: What is asked for.
+        known_problems: Found by earlier checks; reported together with the rest.
+
+    Raises:
+        PlanError: If anything is unclaimed or impossible; lists all of it.
+    """
+    claims = _Claims(inventory, request)
+    needed = _sites_with_deferred(inventory)
+    for site in inventory.sites():
+        if id(site) in needed:
+            claims.ask(site)
+    problems = [*known_problems, *claims.problems]
+    problems += unclaimed(inventory, claims.claimed)
+    problems += unallocatable(inventory, request)
+    if request.rng == "by_name":
+        problems += name_collisions(inventory)
+    if problems:
+        raise PlanError(_message(problems), problems)
+    steps = _ordered_steps(claims.found, inventory, request)
+    return Plan(
+        request=request,
+        inventory=inventory,
+        steps=steps,
+        notes=(),
+        assumptions=tuple(
+            dict.fromkeys(text for step in steps for text in step.claim.assumptions)
+        ),
+        unswappable=unswappable(inventory),
+        final_bytes=sum(step.num_bytes for step in steps),
+        scratch_bytes=max((step.claim.scratch_bytes for step in steps), default=0),
+    )
+
+
+class _Claims:
+    """Claims collected so far."""
+
+    def __init__(self, inventory: Inventory, request: Request) -> None:
+        self.found: list[tuple[ModuleSite, Initializer, Claim]] = []
+        self.problems: list[str] = []
+        self.claimed: set[int] = set()
+        self._inventory = inventory
+        self._request = request
+
+    def ask(self, site: ModuleSite) -> None:
+        """Ask the initializers of one module's type, most specific first."""
+        pending = self._pending(site)
+        owner = any(slot.deferred for slot in site.slots)
+        for initializer in initializers_for(type(site.module)):
+            if not owner and not initializer.composite:
+                continue
+            claim = initializer.claim(site, pending, self._request)
+            if claim is None:
+                continue
+            self.problems.extend(claim.problems)
+            claim = self._normalize(claim)
+            self.claimed.update(id(slot.tensor) for slot in claim.slots)
+            if not claim.problems:
+                self.found.append((site, initializer, claim))
+            pending = self._pending(site)
+
+    def _normalize(self, claim: Claim) -> Claim:
+        """Turn claims of what others make already into rewrites."""
+        fresh: dict[int, Slot] = {}
+        again: dict[int, Slot] = {}
+        for slot in claim.slots:
+            target = again if id(slot.tensor) in self.claimed else fresh
+            target.setdefault(id(slot.tensor), slot)
+        for slot in claim.rewrites:
+            if id(slot.tensor) not in fresh:
+                again.setdefault(id(slot.tensor), slot)
+        return replace(
+            claim, slots=tuple(fresh.values()), rewrites=tuple(again.values())
+        )
+
+    def _pending(self, site: ModuleSite) -> tuple[Slot, ...]:
+        unique: dict[int, Slot] = {}
+        for slot in site.slots:
+            if slot.deferred and id(slot.tensor) not in self.claimed:
+                unique.setdefault(id(slot.tensor), slot)
+        return tuple(unique.values())
+
+
+def _sites_with_deferred(inventory: Inventory) -> set[int]:
+    """Sites that own something deferred, or have a descendant that does."""
+    needed: set[int] = set()
+    for site in inventory.sites():
+        if any(slot.deferred for slot in site.slots) or any(
+            id(child) in needed for child in site.children
+        ):
+            needed.add(id(site))
+    return needed
+
+
+def _ordered_steps(
+    found: Sequence[tuple[ModuleSite, Initializer, Claim]],
+    inventory: Inventory,
+    request: Request,
+) -> tuple[Step, ...]:
+    """Put claims that know their order into it, after those that do not."""
+    ordered = sorted(
+        enumerate(found), key=lambda item: (item[1][2].order or 0, item[0])
+    )
+    counted: set[int] = set()
+    return tuple(
+        Step(
+            index=index,
+            site=site,
+            initializer=initializer,
+            claim=claim,
+            num_bytes=sum(
+                _new_bytes(slot, inventory, request, counted) for slot in claim.slots
+            ),
+        )
+        for index, (_, (site, initializer, claim)) in enumerate(ordered)
+    )
+
+
+def _new_bytes(
+    slot: Slot, inventory: Inventory, request: Request, counted: set[int]
+) -> int:
+    """Bytes that a slot adds: those of its storage, once per storage."""
+    group = inventory.groups[id(slot.tensor)]
+    if group.key in counted:
+        return 0
+    counted.add(group.key)
+    if group.shared:
+        return group.num_bytes
+    allocator = allocator_for(slot.tensor)
+    assert allocator is not None, "checked by unallocatable"
+    return allocator.num_bytes(slot.tensor, final_dtype(slot, request))
+
+
+def _message(problems: Sequence[str]) -> str:
+    if len(problems) == 1:
+        return problems[0]
+    shown = "\n".join(f"  - {problem}" for problem in problems[:10])
+    more = f"\n  ... and {len(problems) - 10} more" if len(problems) > 10 else ""
+    return f"{len(problems)} problems; nothing was changed:\n{shown}{more}"
