@@ -25,7 +25,8 @@ class DtypePolicy:
     """A dtype per kind of floating-point tensor; None keeps what the model has.
 
     Args:
-        parameter: Parameters.
+        parameter: Every parameter of which no narrower kind speaks.
+        norm: Parameters of normalization layers.
         buffer: Buffers (rotary frequencies, running statistics).
 
     Raises:
@@ -33,6 +34,7 @@ class DtypePolicy:
     """
 
     parameter: torch.dtype | None = None
+    norm: torch.dtype | None = None
     buffer: torch.dtype | None = None
 
     def __post_init__(self) -> None:
@@ -43,3 +45,14 @@ class DtypePolicy:
                     f"`dtype.{each.name}` must be one of {list(DTYPES)}, "
                     f"found {dtype!r}"
                 )
+
+    def target(
+        self, dtype: torch.dtype, *, is_buffer: bool, in_norm: bool
+    ) -> torch.dtype:
+        """Say which dtype a tensor gets; only real floating-point ones ever change."""
+        if not dtype.is_floating_point:
+            return dtype
+        if is_buffer:
+            return self.buffer or dtype
+        chosen = self.norm if in_norm else None
+        return chosen or self.parameter or dtype

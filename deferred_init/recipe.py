@@ -8,8 +8,6 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from .dtype_policy import DtypePolicy
 from .errors import PlanError
 from .init_rules import InitRule, InitSizes
@@ -171,16 +169,6 @@ class Recipe:
                 conflicts,
             )
         return Recipe(**merged)
-
-    def dtype_for(self, kind: str) -> torch.dtype | None:
-        """Say which dtype the recipe asks for; None keeps what the model has.
-
-        Args:
-            kind: "parameter", "buffer", or another kind of slot, of which a recipe
-                never speaks. Only floating-point tensors are meant.
-        """
-        dtype: torch.dtype | None = getattr(self.dtype, kind, None)
-        return dtype
 
     def rule_for(self, fqn: str, ndim: int) -> InitRule | None:
         """Find the rule that fills a tensor; None leaves it to its module."""

@@ -47,7 +47,7 @@ def test_none_is_the_recipe_that_keeps_the_model_as_it_was_built() -> None:
     recipe = Recipe.load(None)
     assert recipe == Recipe(name=recipe.name, description=recipe.description)
     assert recipe.make_te_recipe() is None
-    assert recipe.dtype_for("parameter") is None
+    assert recipe.dtype.parameter is None
 
 
 def test_a_recipe_loads_as_itself() -> None:
@@ -59,7 +59,7 @@ def test_a_file_loads_by_path_object_and_by_string(tmp_path: Path) -> None:
     path = tmp_path / "a+b.toml"
     path.write_text('name = "mine"\n[dtype]\nparameter = "float16"\n')
     assert Recipe.load(path) == Recipe.load(str(path))
-    assert Recipe.load(path).dtype_for("parameter") is torch.float16
+    assert Recipe.load(path).dtype.parameter is torch.float16
 
 
 def test_a_file_may_be_part_of_a_composition(tmp_path: Path) -> None:
@@ -76,8 +76,8 @@ def test_a_composition_takes_each_part_from_whoever_sets_it() -> None:
     assert recipe.te_recipe.kind == "current"
     assert recipe.quantize_weights
     assert recipe.init_rules == Recipe.load("llama").init_rules
-    assert recipe.dtype_for("parameter") is torch.bfloat16
-    assert recipe.dtype_for("buffer") is None
+    assert recipe.dtype.parameter is torch.bfloat16
+    assert recipe.dtype.buffer is None
     assert recipe.name == "fp8_current+llama+bf16"
 
 
@@ -174,7 +174,7 @@ def test_all_problems_of_a_file_are_listed_at_once() -> None:
         "`DelayedScaling.fp8_format` must be one of ['E4M3', 'HYBRID'], "
         "found 'E5M2'; `DelayedScaling.margin` must be an integer, found True",
         "`dtype.parameter` is 'bf16'; did you mean `bfloat16`?",
-        "unknown key `dtype.weights`; known: `parameter`, `buffer`",
+        "unknown key `dtype.weights`; known: `parameter`, `norm`, `buffer`",
         "unknown key `init.sizes.depth`",
         "init.sizes: `num_layers` must be a positive integer, found 0",
         "init.rules[0]: no distribution `norml`; did you mean `normal`?",
@@ -318,7 +318,7 @@ _DTYPE = st.none() | st.sampled_from(sorted(DTYPES)).map(lambda name: DTYPES[nam
             ),
         ),
         inference=st.booleans(),
-        dtype=st.builds(DtypePolicy, parameter=_DTYPE, buffer=_DTYPE),
+        dtype=st.builds(DtypePolicy, parameter=_DTYPE, norm=_DTYPE, buffer=_DTYPE),
         high_precision_modules=st.lists(_TEXT, max_size=3).map(tuple),
         init_rules=st.lists(_RULE, max_size=3).map(tuple),
         init_sizes=st.builds(
@@ -344,3 +344,21 @@ def test_a_missing_transformer_engine_is_a_plan_error_that_says_what_to_do(
 def test_a_description_of_something_else_than_a_te_recipe_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="expected a Transformer Engine recipe"):
         TERecipeSpec.from_te_recipe("fp8")
+
+
+@pytest.mark.parametrize(
+    ("own", "is_buffer", "in_norm", "expected"),
+    [
+        (torch.float32, False, False, torch.bfloat16),
+        (torch.float32, False, True, torch.float32),
+        (torch.float16, False, True, torch.float32),
+        (torch.float32, True, False, torch.float32),
+        (torch.int64, False, False, torch.int64),
+        (torch.complex64, False, False, torch.complex64),
+    ],
+)
+def test_a_dtype_policy_speaks_of_floating_point_tensors_by_kind(
+    own: torch.dtype, is_buffer: bool, in_norm: bool, expected: torch.dtype
+) -> None:
+    policy = DtypePolicy(parameter=torch.bfloat16, norm=torch.float32)
+    assert policy.target(own, is_buffer=is_buffer, in_norm=in_norm) is expected
