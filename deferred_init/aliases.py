@@ -70,7 +70,7 @@ class StorageGroup:
 
 
 def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
-    """Group distinct tensor objects by storage; the result maps `id(t)` to its group."""
+    """Group distinct tensor objects by storage; maps `id(tensor)` to its group."""
     by_key: dict[int, list[Tensor]] = {}
     seen: set[int] = set()
     for tensor in tensors:
@@ -89,11 +89,11 @@ def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
 def byte_span(tensor: Tensor) -> tuple[int, int]:
     """Return the bytes of its storage that a tensor may touch: [first, past last)."""
     size = tensor.element_size()
-    start = tensor.storage_offset() * size
+    start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return start, start
     reach = sum(
-        (length - 1) * stride
+        (int(length) - 1) * int(stride)
         for length, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )
     return start, start + (reach + 1) * size

@@ -77,13 +77,17 @@ class Plan:
             f"{self.final_bytes:,} bytes on {self.request.device}, "
             f"peak {self.peak_bytes:,} bytes, rng={self.request.rng}"
         )
-        rows = [
-            f"{step.site.fqn or '(root)':<40.40} {type(step.site.module).__name__:<18.18}"
-            f" {len(step.claim.slots):>4} {step.num_bytes:>14,}  "
-            f"{step.claim.source or step.initializer.name:<.20}"
-            for step in self.steps
-        ]
+        rows = [_row(step) for step in self.steps]
         return "\n".join([head, *rows])
+
+
+def _row(step: Step) -> str:
+    kind = type(step.site.module).__name__
+    source = step.claim.source or step.initializer.name
+    return (
+        f"{step.site.fqn or '(root)':<40.40} {kind:<18.18} "
+        f"{len(step.claim.slots):>4} {step.num_bytes:>14,}  {source:<.20}"
+    )
 
 
 def final_dtype(slot: Slot, request: Request) -> torch.dtype:

@@ -22,6 +22,7 @@ __all__ = [
 
 
 def unclaimed(inventory: Inventory, claimed: set[int]) -> list[str]:
+    """Name every deferred tensor that nobody makes, in one problem text."""
     left = [
         slot
         for slot in inventory.deferred
@@ -61,6 +62,7 @@ def _lies_within(inventory: Inventory, slot: Slot, claimed: set[int]) -> bool:
 
 
 def unallocatable(inventory: Inventory, request: Request) -> list[str]:
+    """Name tensors whose type or layout no allocator can make."""
     problems = []
     for slot in inventory.deferred:
         allocator = allocator_for(slot.tensor)
@@ -76,6 +78,7 @@ def unallocatable(inventory: Inventory, request: Request) -> list[str]:
 
 
 def name_collisions(inventory: Inventory) -> list[str]:
+    """Name tensors that a by-name policy could not tell apart."""
     names: dict[str, int] = {}
     clashes: list[str] = []
     for slot in inventory.deferred:
@@ -92,6 +95,7 @@ def name_collisions(inventory: Inventory) -> list[str]:
 
 
 def unswappable(inventory: Inventory) -> tuple[tuple[Slot, str], ...]:
+    """List tensors that cannot keep their identity, with the reason."""
     found = []
     for slot in inventory.deferred:
         group = inventory.groups[id(slot.tensor)]

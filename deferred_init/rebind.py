@@ -32,12 +32,12 @@ def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
     """
     if weakref.getweakrefs(tensor):
         return "a weak reference to it exists"
-    extra = tensor._use_count() - 1 - known_views
+    extra = _use_count(tensor) - 1 - known_views
     if extra > 0 and tensor.is_leaf and tensor.requires_grad:
         # One extra use may be its own AccumulateGrad node, which does no harm.
-        before = tensor._use_count()
+        before = _use_count(tensor)
         node = torch.autograd.graph.get_gradient_edge(tensor).node
-        extra -= int(tensor._use_count() == before)
+        extra -= int(_use_count(tensor) == before)
         del node
     return "a view of it, or a graph that uses it, is alive" if extra > 0 else None
 
@@ -64,7 +64,7 @@ def exchange(old: Tensor, new: Tensor, *, forced: bool = False) -> Callable[[], 
     if forced:
         _swap_unchecked(old, new)
     else:
-        torch.utils.swap_tensors(old, new)
+        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
     old.__dict__ = {**carried, **made}
     _reregister_hooks(old)
 
@@ -75,6 +75,10 @@ def exchange(old: Tensor, new: Tensor, *, forced: bool = False) -> Callable[[], 
         _reregister_hooks(old)
 
     return undo
+
+
+def _use_count(tensor: Tensor) -> int:
+    return int(tensor._use_count())  # type: ignore[attr-defined]
 
 
 def _swap_unchecked(t1: Tensor, t2: Tensor) -> None:

@@ -108,9 +108,9 @@ class ByName:
         seed_all(value & 0x7FFF_FFFF_FFFF_FFFF, self._device)
 
 
-class _SeedingMode(TorchDispatchMode):
+class _SeedingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, seed_for: Any, owner: str, step: Step) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._seed_for = seed_for
         self._owner = owner
         self._step = step

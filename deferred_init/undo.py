@@ -41,7 +41,7 @@ class UndoLog:
         while self._actions:
             try:
                 self._actions.pop()()
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - undo the rest all the same
                 failures.append(error)
         return failures
 

@@ -64,6 +64,11 @@ def make_request(
     """Turn arguments into a request.
 
     Args:
+        device: Where to; becomes a `torch.device` with an index.
+        recipe: Whatever `Recipe.load` takes, or None.
+        rng: Name of a policy.
+        verify: `"fast"` or `"full"`.
+        dtype: A floating-point dtype, or None.
         must_exist: Whether the device has to be there; False to plan elsewhere.
 
     Raises:

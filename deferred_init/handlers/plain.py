@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import add_allocator
@@ -19,7 +19,7 @@ class PlainAllocator:
 
     def problem(self, tensor: Tensor, request: Request) -> str | None:
         """Say why the tensor cannot be allocated, or None."""
-        if isinstance(tensor, UninitializedTensorMixin):
+        if isinstance(tensor, (UninitializedParameter, UninitializedBuffer)):
             return (
                 "has no shape yet (a lazy module): run one dummy forward pass on the "
                 "meta model first, or build the module with its sizes given"

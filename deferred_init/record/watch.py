@@ -15,6 +15,7 @@ import secrets
 import torch
 from torch import Tensor
 
+from deferred_init.record.problems import RecordError
 from deferred_init.record.graph import Recording, Reseed, Rewind, Stream
 
 __all__ = ["GeneratorWatch", "is_seeded_state", "stream_of"]
@@ -72,9 +73,14 @@ class GeneratorWatch:
             nodes.append(Rewind(len(nodes), position))
         tokens.renew(generator, len(nodes))
 
-    def after_draw(self) -> None:
-        """Give the default generator a new token."""
-        self._default.renew(torch.default_generator, len(self._recording.nodes))
+    def after_draw(self, stream: Stream) -> None:
+        """Give the generator that was drawn from a new token."""
+        position = len(self._recording.nodes)
+        if stream.generator is None:
+            self._default.renew(torch.default_generator, position)
+        else:
+            tokens = self._explicit[id(stream.generator)][1]
+            tokens.renew(stream.generator, position)
 
     def close(self) -> None:
         """Record what the constructor left, and put the generators back."""
@@ -88,8 +94,15 @@ class GeneratorWatch:
         entry = self._explicit.get(id(generator))
         if entry is not None:
             known, tokens, state, stream = entry
-            if generator.initial_seed() == tokens.token:
+            seed = generator.initial_seed()
+            if seed == tokens.token:
                 return stream
+            if seed in tokens.positions:
+                raise RecordError(
+                    "a constructor put an explicit torch.Generator back to a state "
+                    "that it had saved after drawing from it; this cannot be "
+                    "recorded: seed the generator again with manual_seed instead"
+                )
         state = generator.get_state()
         stream = Stream(generator.device, generator, state)
         tokens = _Tokens(generator, 0)
