@@ -86,7 +86,7 @@ def _row(step: Step) -> str:
     source = step.claim.source or step.initializer.name
     return (
         f"{step.site.fqn or '(root)':<40.40} {kind:<18.18} "
-        f"{len(step.claim.slots):>4} {step.num_bytes:>14,}  {source:<.20}"
+        f"{len(step.claim.slots):>4} {step.num_bytes:>14,}  {source:.19}"
     )
 
 

@@ -76,8 +76,10 @@ def _fail_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
         nonlocal calls
         calls += 1
         if calls == count:
-            local_view = args[0][:1] if isinstance(args[0], torch.Tensor) else None
-            raise Injected(f"call {count}, {local_view is None}")
+            # A view in a local variable keeps its base from being swapped back
+            # for as long as the traceback lives.
+            views = [a.view(-1) for a in args if isinstance(a, torch.Tensor)]
+            raise Injected(f"call {count} with {len(views)} tensors")
         return function(*args, **kwargs)
 
     wrapper.calls = lambda: calls  # type: ignore[attr-defined]
