@@ -39,7 +39,7 @@ def storage_key(tensor: Tensor) -> int | None:
         return key if key is None else int(key)
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):  # sparse, opaque and the like
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, lazy, opaque
         return None
 
 

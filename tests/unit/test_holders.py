@@ -1,0 +1,94 @@
+"""Optimizers and other holders are checked, filled and rebound."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
+from deferred_init.inventory import take_inventory
+from deferred_init.undo import UndoLog
+
+
+def _model() -> nn.Linear:
+    return nn.Linear(2, 2, device="meta")
+
+
+def test_an_optimizer_of_another_model_is_a_problem() -> None:
+    inventory = take_inventory([_model()])
+    stranger = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    (problem,) = check_holders(inventory, [stranger])
+    assert "optimizers[0] (SGD) shares no parameter with the model" in problem
+    assert "found none. Build it from `model.parameters()`" in problem
+
+
+def test_deferred_parameters_of_a_second_model_are_a_problem() -> None:
+    model, other = _model(), _model()
+    optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+    (problem,) = check_holders(take_inventory([model]), [optimizer])
+    assert "holds 2 deferred parameters that the model does not have" in problem
+    assert "Pass their model as well" in problem
+    assert check_holders(take_inventory([model, other]), [optimizer]) == []
+
+
+def test_state_left_by_a_step_on_meta_is_a_problem() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.empty(1, 2, device="meta")).sum().backward()
+    optimizer.step()
+    (problem,) = check_holders(take_inventory([model]), [optimizer])
+    assert "2 deferred state tensors" in problem
+    assert "optimizer.state.clear()" in problem
+
+
+def test_adagrad_state_is_made_with_its_initial_value_and_undone() -> None:
+    param = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adagrad([param], initial_accumulator_value=0.5)
+    deferred = torch.empty(3, device="meta")
+    optimizer.state[param]["sum"] = deferred
+    undo = UndoLog()
+    assert fill_optimizer_state([optimizer], undo.push) == [
+        "Adagrad.state[...]['sum']"
+    ]
+    assert optimizer.state[param]["sum"].tolist() == [0.5, 0.5, 0.5]
+    undo.rollback()
+    assert optimizer.state[param]["sum"] is deferred
+
+
+def test_optimizer_groups_state_and_nested_holders_follow_and_can_be_undone() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    optimizer = torch.optim.SGD([old], lr=0.1, momentum=0.9)
+    optimizer.state[old]["momentum_buffer"] = torch.ones(2)
+    holder = {"list": [old], "object": nn.ParameterDict({"x": old})}
+    undo = UndoLog()
+    changed = rebind_holders({id(old): (old, new)}, [optimizer], [holder], undo.push)
+    assert optimizer.param_groups[0]["params"][0] is new
+    assert optimizer.state[new]["momentum_buffer"].tolist() == [1, 1]
+    assert holder["list"][0] is new
+    assert holder["object"]["x"] is new
+    assert "optimizers[0].param_groups[0][0]" in changed
+    assert "holders[0]['list'][0]" in changed
+    undo.rollback()
+    assert optimizer.param_groups[0]["params"][0] is old
+    assert old in optimizer.state
+    assert new not in optimizer.state
+    assert holder["list"][0] is old
+    assert holder["object"]["x"] is old
+
+
+def test_a_closure_is_rebound() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+
+    def make(weight: nn.Parameter):  # noqa: ANN202
+        return lambda: weight
+
+    read = make(old)
+    assert rebind_holders({id(old): (old, new)}, [], [read], UndoLog().push)
+    assert read() is new
+
+
+def test_a_tuple_that_holds_a_replaced_tensor_is_refused() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(TypeError, match=r"`holders\[0\]\[0\]` is an item of a tuple"):
+        rebind_holders({id(old): (old, new)}, [], [(old,)], UndoLog().push)
