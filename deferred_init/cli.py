@@ -1,0 +1,256 @@
+"""The command line: `deferred-init`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from deferred_init.errors import DeferredInitError
+from deferred_init.recipe import Recipe, preset_names
+
+__all__ = ["main"]
+
+_EXIT_CODES = (
+    "exit codes: 0, all is well; 1, something is wrong with the model or the request; "
+    "2, the command line is wrong"
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command.
+
+    Returns:
+        The exit code: 0 if all is well; 1 if something is wrong with the model or the
+        request; 2 if something is wrong with the command line.
+    """
+    from deferred_init.target import TargetError
+
+    arguments = _parser().parse_args(argv)
+    try:
+        ok: bool = arguments.run(arguments)
+    except TargetError as error:
+        print(f"deferred-init: {error}", file=sys.stderr)
+        return 2
+    except DeferredInitError as error:
+        if arguments.json:
+            problems = list(getattr(error, "problems", ()))
+            _print_json({"ok": False, "error": str(error), "problems": problems})
+        else:
+            print(f"deferred-init: {error}", file=sys.stderr)
+        return 1
+    return 0 if ok else 1
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="deferred-init",
+        description="Turn a model that was built without memory into a correct, "
+        "verified, trainable one.",
+        epilog=_EXIT_CODES,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_demo(commands)
+    _add_plan(commands)
+    _add_audit(commands)
+    _add_recipes(commands)
+    _command(
+        commands,
+        "doctor",
+        _run_doctor,
+        "say what is installed, which GPU there is, and what is wrong with either",
+        "deferred-init doctor",
+    )
+    return parser
+
+
+def _command(
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace], bool],
+    description: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        help=description,
+        description=f"{description[0].upper()}{description[1:]}.",
+        epilog=f"example:\n  {example}\n\n{_EXIT_CODES}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _add_demo(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "demo",
+        _run_demo,
+        "build GPT-2 (124 M parameters) without memory, materialize it, compare it "
+        "with eager construction, and train it",
+        "deferred-init demo --device cpu --steps 3",
+    )
+    parser.add_argument("--device", help="default: a GPU when there is one")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    for name, default in (("steps", 3), ("batch", 2), ("seq", 64)):
+        parser.add_argument(
+            f"--{name}", type=_positive, default=default, help=f"default: {default}"
+        )
+
+
+def _add_plan(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "plan",
+        _run_plan,
+        "say what materialize would do with the model that a function builds; needs "
+        "neither memory nor a GPU",
+        "deferred-init plan my_project.model:build --device cuda --recipe fp8_current",
+    )
+    parser.add_argument("target", help="package.module:function, without arguments")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument("--recipe", help="a recipe's name, file, or several with +")
+
+
+def _add_audit(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "audit",
+        _run_audit,
+        "say what is wrong with the model that a function returns, alone or together "
+        "with its optimizers",
+        "deferred-init audit my_project.train:model_and_optimizer",
+    )
+    parser.add_argument("target", help="package.module:function, without arguments")
+    parser.add_argument(
+        "--verify",
+        choices=("fast", "full"),
+        default="fast",
+        help="full also reads all values; default: fast",
+    )
+
+
+def _add_recipes(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "recipes",
+        _run_recipes,
+        "list the recipes that come with the package, or explain one",
+        "deferred-init recipes fp8_current+gpt2",
+    )
+    parser.add_argument(
+        "recipe", nargs="?", help="a recipe's name, file, or several with +"
+    )
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
+    return value
+
+
+def _run_demo(arguments: argparse.Namespace) -> bool:
+    from deferred_init.demo import DemoOptions, run_demo
+
+    options = DemoOptions(
+        device=arguments.device,
+        seed=arguments.seed,
+        num_steps=arguments.steps,
+        batch_size=arguments.batch,
+        sequence_length=arguments.seq,
+    )
+    say = (lambda text: print(text, file=sys.stderr)) if arguments.json else print
+    result = run_demo(options, say)
+    if arguments.json:
+        _print_json(result)
+    return bool(result["ok"])
+
+
+def _run_plan(arguments: argparse.Namespace) -> bool:
+    from deferred_init.api import plan
+    from deferred_init.target import build_deferred, built, load_function
+
+    models, optimizers = built(build_deferred(load_function(arguments.target)))
+    the_plan = plan(models, arguments.device, arguments.recipe, optimizers=optimizers)
+    if arguments.json:
+        _print_json({"ok": True, **the_plan.to_dict()})
+    else:
+        print(the_plan)
+    return True
+
+
+def _run_audit(arguments: argparse.Namespace) -> bool:
+    from deferred_init.api import audit
+    from deferred_init.target import built, load_function
+
+    models, optimizers = built(load_function(arguments.target)())
+    report = audit(models, optimizers=optimizers, verify=arguments.verify)
+    if arguments.json:
+        _print_json(report.to_dict())
+    else:
+        print(report)
+    return report.ok
+
+
+def _run_doctor(arguments: argparse.Namespace) -> bool:
+    from deferred_init.doctor import diagnose, diagnosis_text
+
+    diagnosis = diagnose()
+    if arguments.json:
+        _print_json(diagnosis)
+    else:
+        print(diagnosis_text(diagnosis))
+    return bool(diagnosis["ok"])
+
+
+def _run_recipes(arguments: argparse.Namespace) -> bool:
+    names = preset_names() if arguments.recipe is None else (arguments.recipe,)
+    recipes = [Recipe.load(name) for name in names]
+    if arguments.json:
+        _print_json([_recipe_dict(recipe) for recipe in recipes])
+    elif arguments.recipe is None:
+        for recipe in recipes:
+            print(f"{recipe.name:<12} {recipe.description}")
+        print("\nJoin several with +; `deferred-init recipes NAME` explains one.")
+    else:
+        print(_explanation(recipes[0]))
+    return True
+
+
+def _recipe_dict(recipe: Recipe) -> dict[str, Any]:
+    spec = recipe.te_recipe
+    return {
+        "name": recipe.name,
+        "description": recipe.description,
+        "te_recipe": None if spec is None else spec.name,
+        "min_compute_capability": None if spec is None else spec.min_compute_capability,
+        "toml": recipe.to_toml(),
+    }
+
+
+def _explanation(recipe: Recipe) -> str:
+    lines = [recipe.description, ""]
+    spec = recipe.te_recipe
+    if spec is None:
+        lines.append("Computes in high precision; needs no particular hardware.")
+    else:
+        least = spec.min_compute_capability
+        needs = "" if least is None else f", compute capability {least[0]}.{least[1]}+"
+        stored = "quantized" if recipe.quantize_weights else "in high precision"
+        lines.append(f"Computes with Transformer Engine's {spec.name}{needs}.")
+        lines.append(f"Weights are stored {stored}.")
+    for rule in recipe.init_rules:
+        options = ", ".join(f"{key}={value}" for key, value in rule.options)
+        scaled = f", times {rule.scale_by}" if rule.scale_by else ""
+        rank = f" of {rule.min_ndim} or more dimensions" if rule.min_ndim else ""
+        lines.append(f"{rule.match}{rank}: {rule.distribution}({options}){scaled}")
+    return "\n".join([*lines, "", "As TOML:", "", recipe.to_toml().rstrip()])
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
