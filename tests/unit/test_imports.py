@@ -84,14 +84,15 @@ def test_importing_the_package_imports_torch_and_nothing_else() -> None:
 
 
 def test_the_probe_of_the_test_above_notices_every_effect(tmp_path: Path) -> None:
+    (tmp_path / "stranger.py").touch()
     (tmp_path / "careless.py").write_text(
-        "import os, torch, tqdm\n"
+        "import os, torch, stranger\n"
         "os.environ.get('HOME')\n"
         "torch.nn.Module.to = lambda self: self\n"
         "torch.rand(1)\n"
     )
     assert _effects("careless", tmp_path) == [
-        "imported tqdm",
+        "imported stranger",
         "patched Module to",
         "read HOME",
         "drew random numbers",
@@ -203,17 +204,6 @@ def test_handlers_never_import_handlers() -> None:
         f"{name} imports {other}"
         for name, imported in _graph(lazy=True).items()
         if _is_handler(name)
-        for other in imported
-        if _is_handler(other)
-    }
-    assert offenders == set()
-
-
-def test_the_core_knows_no_handler_but_through_the_registry() -> None:
-    offenders = {
-        f"{name} imports {other}"
-        for name, imported in _graph(lazy=True).items()
-        if not name.startswith("deferred_init.handlers")
         for other in imported
         if _is_handler(other)
     }
