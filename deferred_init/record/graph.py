@@ -297,10 +297,12 @@ class Recording:
         nodes: All nodes, in the recorded order. It only grows.
         active: Whether the constructor is still running.
         cpu_start: State of the CPU's default generator when recording began.
-        cuda_start: State of that CUDA device's generator, if CUDA was running.
+        cuda_starts: States of CUDA generators then, by index, where CUDA was running.
         cpu_seen: State in which recording left the CPU's default generator.
         result: What the constructor returned.
-        early: What `early_value` computed with, kept for its generator states.
+        timelines: Generator states met by replays, per device.
+        watch: Notices reseeding while the constructor runs.
+        borrowed: Storages of real tensors over memory that is not torch's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -309,13 +311,14 @@ class Recording:
         self.active = False
         self.lock = threading.RLock()
         self.cpu_start: Tensor = torch.default_generator.get_state()
-        self.cuda_start: Tensor | None = None
+        self.cuda_starts: dict[int | None, Tensor] = {}
         self.cpu_seen: Tensor = self.cpu_start
         self.result: Any = None
         self.timelines: dict[Any, Any] = {}
         self.streams: dict[Any, Stream] = {}
         self.default_stream = Stream(None)
         self.watch: Any = None
+        self.borrowed: dict[int, Any] = {}
 
     @property
     def marks(self) -> list[Mark]:

@@ -1,0 +1,126 @@
+"""`deferred_init`: run a constructor and record it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.record.graph import Recording
+from deferred_init.record.mode import RecordFactories, RecordOperations
+from deferred_init.record.patches import Patches, active
+from deferred_init.record.tensor import DeferredTensor, value_of
+from deferred_init.record.watch import GeneratorWatch
+
+__all__ = ["deferred_init", "is_deferred", "recording_of"]
+
+T = TypeVar("T")
+
+
+class _Recorder:
+    """Opens the modes of one recording, in any thread."""
+
+    def __init__(self, recording: Recording) -> None:
+        self.recording = recording
+
+    @contextmanager
+    def modes(self) -> Iterator[None]:
+        """Record everything that this thread does inside."""
+        operations = RecordOperations(self.recording)
+        before = active.recorder
+        active.recorder = self
+        try:
+            with operations, RecordFactories(operations):
+                yield
+        finally:
+            active.recorder = before
+
+
+def deferred_init(
+    fn: Callable[..., T],
+    *args: Any,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> T:
+    """Run any constructor without memory and record how it made every tensor.
+
+    Inside, tensors claim to be on `device` and have shapes but no values; what looks
+    at values (`item`, `tolist`, `if t > 0`) gets the true ones, computed alone. The
+    result's tensors are deferred: they look like meta tensors, keep recording what is
+    done to them, and become what eager construction would have made when they are
+    materialized. The generators are left as they were found.
+
+    Args:
+        fn: The constructor, or any function that builds something.
+        *args: Its positional arguments.
+        device: The device that it shall believe to be on; it need not be present.
+            By default torch's default device.
+        **kwargs: Its keyword arguments.
+
+    Returns:
+        What `fn` returns. Inside another `deferred_init`, that one records.
+
+    Raises:
+        RecordError: If `fn` does something that can be neither recorded nor
+            computed early; it names the operation and the line.
+    """
+    if active.recorder is not None:
+        return fn(*args, **kwargs)
+    recording = Recording(_device(device))
+    if torch.cuda.is_initialized():
+        for index, generator in enumerate(torch.cuda.default_generators):
+            recording.cuda_starts[index] = generator.get_state()
+    recording.watch = GeneratorWatch(recording)
+    recording.active = True
+    try:
+        with Patches(), _Recorder(recording).modes():
+            result = fn(*args, **kwargs)
+    finally:
+        recording.active = False
+        recording.watch.close()
+        recording.watch = None
+        recording.borrowed.clear()
+    recording.result = result
+    return result
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    """Return the device that the constructor shall believe to be on."""
+    found = torch.get_default_device() if device is None else torch.device(device)
+    if found.type == "meta":
+        if device is not None:
+            raise ValueError(
+                "device='meta' is no device to construct for: pass the device that "
+                "the values are wanted on, such as 'cpu' or 'cuda'"
+            )
+        return torch.device("cpu")
+    return found
+
+
+def is_deferred(obj: Tensor | nn.Module) -> bool:
+    """Tell whether a tensor, or any parameter or buffer of a module, is deferred.
+
+    Raises:
+        ValueError: If `obj` is neither a tensor nor a module.
+    """
+    if isinstance(obj, Tensor):
+        return isinstance(obj, DeferredTensor)
+    if isinstance(obj, nn.Module):
+        tensors = [*obj.parameters(), *obj.buffers()]
+        return any(isinstance(tensor, DeferredTensor) for tensor in tensors)
+    raise ValueError(
+        f"is_deferred takes a tensor or a module, got `{type(obj).__name__}`"
+    )
+
+
+def recording_of(obj: Tensor | nn.Module) -> Recording | None:
+    """Return the recording behind a tensor or the first deferred one of a module."""
+    if isinstance(obj, nn.Module):
+        for tensor in [*obj.parameters(), *obj.buffers()]:
+            if isinstance(tensor, DeferredTensor):
+                return value_of(tensor).recording
+        return None
+    return value_of(obj).recording if isinstance(obj, DeferredTensor) else None

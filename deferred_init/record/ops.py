@@ -1,0 +1,395 @@
+"""Record an operation of the dispatcher: shapes from meta, values later.
+
+[Note: How one operation is recorded]
+The operation runs on the plain meta tensors behind its arguments, which gives the
+shapes, strides and aliases of its results; a node with the values in place of the
+tensors is appended. An operation whose result is no tensor (`item`, `equal`) and one
+that the meta device cannot run (`nonzero`) compute their inputs early, for these
+tensors alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deferred_init.record.append import Draw, append
+from deferred_init.record.graph import (
+    External,
+    ForeignValue,
+    Place,
+    Recording,
+    Storage,
+    Value,
+)
+from deferred_init.record.paused import no_dispatch, plain_torch
+from deferred_init.record.problems import RecordError, user_line
+from deferred_init.record.schema import OpInfo, op_info
+from deferred_init.record.tensor import (
+    DeferredTensor,
+    late,
+    new_value,
+    value_of,
+    wrap,
+)
+
+__all__ = ["as_value", "capture", "constant", "dispatch", "record"]
+
+_SNAPSHOT_BYTES = 1 << 20
+_META = torch.device("meta")
+
+
+def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record an operation that has a deferred tensor among its arguments."""
+    recording = _recording_in(args) or _recording_in(tuple(kwargs.values()))
+    if recording is None:
+        raise AssertionError("dispatched without a deferred tensor")
+    return record(recording, func, args, kwargs)
+
+
+def _recording_in(items: Any) -> Recording | None:
+    """Find the recording of the first deferred tensor in a nest of arguments."""
+    for item in items:
+        if isinstance(item, DeferredTensor):
+            return value_of(item).recording
+        if isinstance(item, (tuple, list)):
+            found = _recording_in(item)
+            if found is not None:
+                return found
+    return None
+
+
+class _Call:
+    """One operation with its arguments seen three ways.
+
+    Attributes:
+        args: As they go into the node.
+        meta: As they go to the meta device.
+        owners: Deferred argument by the identity of its meta tensor.
+        storages: Known storages by the address of their meta storage.
+    """
+
+    __slots__ = (
+        "args",
+        "inherits",
+        "kwargs",
+        "meta",
+        "meta_kwargs",
+        "owners",
+        "recording",
+        "storages",
+        "tensors",
+    )
+
+    def __init__(self, recording: Recording, args: Any, kwargs: dict[str, Any]) -> None:
+        self.recording = recording
+        self.owners: dict[int, DeferredTensor] = {}
+        self.storages: dict[int, Storage] = {}
+        self.inherits: Value | None = None
+        self.tensors = 0
+        pairs = [self._see(arg) for arg in args]
+        self.args = tuple(pair[0] for pair in pairs)
+        self.meta = tuple(pair[1] for pair in pairs)
+        self.kwargs: dict[str, Any] = {}
+        self.meta_kwargs: dict[str, Any] = {}
+        for key, arg in kwargs.items():
+            self.kwargs[key], self.meta_kwargs[key] = self._see(arg)
+
+    def _see(self, arg: Any) -> tuple[Any, Any]:
+        if isinstance(arg, DeferredTensor):
+            self.tensors += 1
+            value = value_of(arg)
+            meta = value.meta
+            if self.inherits is None or (arg.dim() and not self.inherits.meta.dim()):
+                self.inherits = value
+            self.owners[id(meta)] = arg
+            self.storages[meta.untyped_storage()._cdata] = value.storage
+            if value.recording is not self.recording:
+                return ForeignValue(value), meta
+            return value, meta
+        if isinstance(arg, Tensor):
+            self.tensors += 1
+            if arg.device == _META:
+                raise RecordError(
+                    "a recorded operation reads a plain meta tensor, which has no "
+                    f"values, at {user_line()}"
+                )
+            return capture(self.recording, arg), arg.to(_META)
+        if isinstance(arg, (list, tuple)):
+            pairs = [self._see(item) for item in arg]
+            kind = type(arg) if type(arg) in (list, tuple) else tuple
+            return kind(p[0] for p in pairs), kind(p[1] for p in pairs)
+        return arg, arg
+
+
+def record(
+    recording: Recording,
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    place: Place | None = None,
+) -> Any:
+    """Record one dispatcher operation and return deferred results.
+
+    Args:
+        recording: Where to.
+        func: The operator overload.
+        args: Its positional arguments.
+        kwargs: Its keyword arguments.
+        place: Where a factory puts its result, if it is one.
+
+    Raises:
+        RecordError: If it can be neither recorded nor computed early.
+    """
+    info = op_info(func)
+    if info.scalar or _writes_real(info, args, kwargs):
+        return _run_early(recording, func, args, kwargs)
+    with recording.lock, no_dispatch():
+        call = _Call(recording, args, kwargs)
+        device = _device_of(call, place if info.has_device else None)
+        if info.reshapes:
+            return _reshape(call, info, func, args, device)
+        if info.fills and isinstance(args[0], DeferredTensor):
+            out: Any = call.meta[0]
+        else:
+            out = _shape(call, info, func, args, kwargs)
+        return _append(call, info, func, out, device)
+
+
+def _device_of(call: _Call, place: Place | None) -> torch.device | None:
+    """Find where results live, and put a `Place` for every device argument."""
+    device = call.inherits.device if call.inherits is not None else None
+    asked = call.kwargs.get("device")
+    if asked is not None:
+        place = place or Place(_normal(call.recording, asked))
+        call.kwargs["device"] = place
+        call.meta_kwargs["device"] = _META
+        return place.device
+    if place is not None:
+        call.kwargs["device"] = place
+        call.meta_kwargs["device"] = _META
+        return place.device
+    if "device" in call.kwargs:
+        del call.kwargs["device"], call.meta_kwargs["device"]
+    return device
+
+
+def _normal(recording: Recording, device: torch.device) -> torch.device | None:
+    """Return `None` for the recording's own device, else the device."""
+    own = recording.device
+    if device.type == own.type and device.index in (None, own.index, own.index or 0):
+        return None
+    return device
+
+
+def _shape(
+    call: _Call, info: OpInfo, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation on meta; where meta cannot, compute its inputs early."""
+    meta_kwargs = call.meta_kwargs
+    if meta_kwargs.get("generator") is not None:
+        meta_kwargs = {**meta_kwargs, "generator": None}
+    try:
+        with torch._C.DisableTorchFunction():
+            return func(*call.meta, **meta_kwargs)
+    except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
+        if info.draws:
+            raise
+    real = _run_early(call.recording, func, args, kwargs)
+    if info.mutated == (0,):  # in place: it ran without an error, on a copy
+        return call.meta[0]
+    return torch.utils._pytree.tree_map_only(
+        Tensor,
+        lambda t: torch.empty_strided(
+            t.size(), t.stride(), dtype=t.dtype, device=_META
+        ),
+        real,
+    )
+
+
+def _append(
+    call: _Call, info: OpInfo, func: Any, out: Any, device: torch.device | None
+) -> Any:
+    """Append the node and wrap its results."""
+    recording = call.recording
+    draw = None
+    if info.draws:
+        draw = Draw(call.kwargs.pop("generator", None))
+    elif call.kwargs.get("generator") is not None:
+        draw = Draw(call.kwargs.pop("generator"))
+    if not call.tensors and info.has_dtype and isinstance(out, Tensor):
+        call.kwargs["dtype"] = out.dtype
+    writes = tuple(
+        dict.fromkeys(
+            value.storage
+            for value in info.written(call.args, call.kwargs)
+            if isinstance(value, Value)
+        )
+    )
+    overwrites = None
+    if info.overwrites and call.args and isinstance(call.args[0], Value):
+        overwrites = call.args[0]
+        rest = call.args[1:]
+        if any(isinstance(a, Value) and a.storage is overwrites.storage for a in rest):
+            overwrites = None
+    node = append(
+        recording,
+        func,
+        call.args,
+        call.kwargs or None,
+        writes=writes,
+        draw=draw,
+        device=device,
+        overwrites=overwrites,
+    )
+    outs: list[Value | None] = []
+    result = _wrap_results(call, out, node.index, device, outs)
+    node.outs = tuple(outs)
+    return result
+
+
+def _wrap_results(
+    call: _Call,
+    out: Any,
+    index: int,
+    device: torch.device | None,
+    outs: list[Value | None],
+) -> Any:
+    """Turn meta results into deferred tensors, arguments into themselves."""
+    if isinstance(out, Tensor):
+        owner = call.owners.get(id(out))
+        if owner is not None:
+            outs.append(None)
+            return owner
+        key = out.untyped_storage()._cdata
+        storage = call.storages.get(key)
+        value = new_value(call.recording, index, out, device, storage)
+        call.storages[key] = value.storage
+        outs.append(value)
+        return wrap(value)
+    if isinstance(out, (list, tuple)):
+        items = [_wrap_results(call, o, index, device, outs) for o in out]
+        return items if isinstance(out, list) else tuple(items)
+    outs.append(None)
+    return out
+
+
+def _reshape(
+    call: _Call, info: OpInfo, func: Any, args: Any, device: torch.device | None
+) -> Any:
+    """Record an operation that changes the geometry of its first argument."""
+    target = args[0]
+    old = value_of(target)
+    view = torch.ops.aten.alias.default(old.meta)
+    with torch._C.DisableTorchFunction():
+        func(view, *call.meta[1:], **call.meta_kwargs)
+    node = append(
+        call.recording,
+        _OnAlias(func),
+        call.args,
+        call.kwargs or None,
+        writes=(old.storage,),
+    )
+    storage = call.storages.get(view.untyped_storage()._cdata)
+    value = new_value(call.recording, node.index, view, device, storage)
+    node.outs = (value,)
+    torch._C.TensorBase.data.__set__(target, wrap(value))  # type: ignore[attr-defined]
+    target.__dict__["_value"] = value
+    return target
+
+
+class _OnAlias:
+    """Runs a geometry-changing operation on an alias of its first argument."""
+
+    __slots__ = ("__name__", "func")
+
+    def __init__(self, func: Any) -> None:
+        self.func = func
+        self.__name__ = str(func)
+
+    def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        alias = torch.ops.aten.alias.default(first)
+        self.func(alias, *args, **kwargs)
+        return alias
+
+
+def _writes_real(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Whether an operation writes to a tensor that is real."""
+    if not info.mutated and not info.mutated_names:
+        return False
+    return any(
+        isinstance(item, Tensor) and not isinstance(item, DeferredTensor)
+        for item in info.written(args, kwargs)
+    )
+
+
+def _run_early(
+    recording: Recording, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Run an operation now on the real values of its deferred arguments."""
+
+    def real(item: Any) -> Any:
+        if isinstance(item, DeferredTensor):
+            return late.early_value(value_of(item))
+        if isinstance(item, (list, tuple)):
+            return type(item)(real(part) for part in item)
+        return item
+
+    with recording.lock:
+        real_args = [real(arg) for arg in args]
+        real_kwargs = {key: real(arg) for key, arg in kwargs.items()}
+        try:
+            with plain_torch():
+                return func(*real_args, **real_kwargs)
+        except NotImplementedError as error:
+            raise RecordError(
+                f"`{func}` at {user_line()} can neither be recorded nor run: {error}"
+            ) from error
+
+
+def capture(recording: Recording, tensor: Tensor) -> External:
+    """Hold a real tensor that a node reads: a copy if small, else guarded."""
+    small = tensor.numel() * tensor.element_size() <= _SNAPSHOT_BYTES
+    storage = tensor.untyped_storage()
+    if small or storage._cdata in recording.borrowed:
+        return External(tensor.detach().clone(), guarded=False)
+    return External(tensor.detach(), guarded=not tensor.is_inference())
+
+
+def constant(
+    recording: Recording, tensor: Tensor, place: torch.device | None
+) -> DeferredTensor:
+    """Record a real tensor as the value of a new deferred one."""
+    with recording.lock, no_dispatch():
+        held = capture(recording, tensor)
+        meta = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=_META
+        )
+        node = append(recording, _copy_of, (held, Place(place)))
+        value = new_value(recording, node.index, meta, place)
+        node.outs = (value,)
+        return wrap(value)
+
+
+def _copy_of(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a new tensor with the same values and strides on a device."""
+    result = torch.empty_strided(
+        tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+    )
+    return result.copy_(tensor)
+
+
+def as_value(recording: Recording, tensor: Tensor) -> Value:
+    """Return the value of a deferred tensor, or record a real one."""
+    if isinstance(tensor, DeferredTensor):
+        value = value_of(tensor)
+        if value.recording is recording:
+            return value
+        return value_of(tensor.clone())
+    return value_of(constant(recording, tensor, None))
+
+
+late.dispatch = dispatch
+late.as_value = as_value

@@ -1,0 +1,138 @@
+"""What is replaced in torch while a constructor is recorded, and put back after.
+
+None of these can be reached by a mode: `nn.Parameter.__new__` decides on the exact type
+of its argument, a lazy parameter has no data to record, a `torch.nn.init` function
+loops over values, a file is rebuilt into storages, and a new thread has no modes. Every
+replacement does what the original does for anything that is not being recorded.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
+
+from deferred_init.record.append import Draw
+from deferred_init.record.paused import plain_torch
+from deferred_init.record.tensor import DeferredTensor, make_parameter, record_fill
+
+__all__ = ["Patches", "active"]
+
+_lock = threading.Lock()
+_depth = 0
+_undo: list[Callable[[], None]] = []
+
+
+class _Active(threading.local):
+    """What is being recorded in this thread.
+
+    Attributes:
+        enter: Opens the modes of the recording in another thread.
+    """
+
+    recorder: Any = None
+
+
+active = _Active()
+_parameter_new = nn.Parameter.__new__
+_trunc_normal = torch.nn.init._no_grad_trunc_normal_
+_rebuild_tensor = torch._utils._rebuild_tensor
+_thread_start = threading.Thread.start
+
+
+def _new_parameter(
+    cls: type, data: Any = None, requires_grad: bool = True, **kwargs: Any
+) -> Any:
+    """Stand in for `nn.Parameter.__new__`."""
+    if data is None and active.recorder is not None:
+        data = torch.empty(0)
+    if isinstance(data, DeferredTensor) and not kwargs:
+        return make_parameter(cls, data, requires_grad)
+    return _parameter_new(cls, data, requires_grad, **kwargs)
+
+
+def _uninitialized(original: Any) -> Any:
+    """Stand in for the `__new__` of lazy parameters, which have no data: real."""
+
+    def new(cls: type, *args: Any, **kwargs: Any) -> Any:
+        with plain_torch():
+            return original(cls, *args, **kwargs)
+
+    return new
+
+
+def _truncated_normal(
+    tensor: Tensor,
+    mean: float,
+    std: float,
+    a: float,
+    b: float,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Stand in for the loop of `nn.init.trunc_normal_`: one node."""
+    if isinstance(tensor, DeferredTensor):
+        return record_fill(tensor, _trunc_normal, (mean, std, a, b), Draw(generator))
+    return _trunc_normal(tensor, mean, std, a, b, generator=generator)
+
+
+def _rebuild(*args: Any, **kwargs: Any) -> Any:
+    """Stand in for the function that makes tensors from a file's storages."""
+    with plain_torch():
+        return _rebuild_tensor(*args, **kwargs)
+
+
+def _start(thread: threading.Thread) -> None:
+    """Stand in for `Thread.start`: the new thread records too."""
+    recorder = active.recorder
+    if recorder is not None:
+        run = thread.run
+
+        def recorded() -> None:
+            with recorder.modes():
+                run()
+
+        thread.run = recorded  # type: ignore[method-assign]
+    _thread_start(thread)
+
+
+def _set(owner: Any, name: str, new: Any, old: Any) -> None:
+    """Replace an attribute and remember how to put it back."""
+    own = name in vars(owner)
+    setattr(owner, name, new)
+    if own:
+        _undo.append(lambda: setattr(owner, name, old))
+    else:
+        _undo.append(lambda: delattr(owner, name))
+
+
+class Patches:
+    """Context in which the replacements are in place; contexts may overlap."""
+
+    def __enter__(self) -> None:
+        global _depth
+        with _lock:
+            _depth += 1
+            if _depth > 1:
+                return
+            new = vars(nn.Parameter)["__new__"]
+            _set(nn.Parameter, "__new__", staticmethod(_new_parameter), new)
+            for lazy in (UninitializedParameter, UninitializedBuffer):
+                old = vars(lazy)["__new__"]
+                new_lazy = _uninitialized(old.__func__)
+                _set(lazy, "__new__", staticmethod(new_lazy), old)
+            init = torch.nn.init
+            _set(init, "_no_grad_trunc_normal_", _truncated_normal, _trunc_normal)
+            _set(torch._utils, "_rebuild_tensor", _rebuild, _rebuild_tensor)
+            _set(threading.Thread, "start", _start, _thread_start)
+
+    def __exit__(self, *exc: object) -> None:
+        global _depth
+        with _lock:
+            _depth -= 1
+            if _depth == 0:
+                while _undo:
+                    _undo.pop()()

@@ -1,0 +1,373 @@
+"""Run the nodes of a recording on real tensors: the values that eager would have.
+
+See `deferred_init.record` for the description of the interface.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deferred_init.record.graph import (
+    External,
+    ForeignValue,
+    Mark,
+    Node,
+    Place,
+    Recording,
+    Reseed,
+    Rewind,
+    Stream,
+    Value,
+)
+from deferred_init.record.needs import needed_nodes
+from deferred_init.record.paused import plain_torch
+from deferred_init.record.problems import ReplayError
+from deferred_init.record.timeline import Generators, Timeline, seeded_state
+
+__all__ = ["Replay"]
+
+OnReady = Callable[[Value, Tensor], None]
+BeforeRandom = Callable[[Node], "int | None"]
+
+
+class Replay:
+    """Replays one recording on one device.
+
+    Args:
+        recording: What to replay.
+        device: Stands for the device that the constructor believed to be on;
+            by default that device itself.
+        wanted: The values that `take` will be asked for; all nodes that none of
+            them needs are skipped, except that their random numbers are drawn.
+        before_random: Called before every random node; the seed that it returns is
+            given to the node's generator. Then nothing is drawn for nodes that are
+            not needed, and `finish` puts the generators back as they were.
+    """
+
+    def __init__(
+        self,
+        recording: Recording,
+        device: torch.device | str | None = None,
+        *,
+        wanted: Iterable[Value] = (),
+        before_random: BeforeRandom | None = None,
+    ) -> None:
+        self.recording = recording
+        target = recording.device if device is None else torch.device(device)
+        if target.type == "cuda" and target.index is None:
+            target = torch.device("cuda", torch.cuda.current_device())
+        self.device = target
+        self.generators = Generators(recording, target)
+        self._before_random = before_random
+        self._end = len(recording.nodes)
+        self._wanted = set(wanted)
+        self._needs = needed_nodes(recording, self._wanted, self._end)
+        self._env: dict[Value, Tensor] = {}
+        self._position = 0
+        self._found: dict[torch.Generator, Tensor] | None = None
+        self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
+        self._rewinds = {
+            node.position for node in recording.nodes if isinstance(node, Rewind)
+        }
+
+    # -- in the recorded order ------------------------------------------------------
+
+    def run(
+        self, upto: int | Mark | None = None, on_ready: OnReady | None = None
+    ) -> None:
+        """Run the nodes in recorded order, up to but without the one at `upto`.
+
+        The default generators are live meanwhile and stay so between calls: what a
+        caller draws after stopping at a mark comes at its place in eager's order.
+
+        Args:
+            upto: A node index, or a mark; by default all nodes are run.
+            on_ready: Called with every wanted value and its tensor as soon as nothing
+                later touches its storage; the replay then forgets it.
+
+        Raises:
+            ReplayError: If an operation fails; nothing is put back.
+        """
+        stop = self._end if upto is None else getattr(upto, "index", upto)
+        self._begin()
+        with plain_torch(), torch.no_grad():
+            for node in self.recording.nodes[self._position : stop]:
+                self._step(node)
+                if on_ready is not None:
+                    for value in self._needs.ready.get(node.index, ()):
+                        on_ready(value, self._env.pop(value))
+        self._position = max(self._position, stop)
+
+    def take(self, value: Value) -> Tensor:
+        """Return the tensor of a wanted value that has been run, and let go of it.
+
+        Raises:
+            KeyError: If the value was not wanted, was taken before, or has not been
+                computed yet.
+        """
+        return self._env.pop(value)
+
+    def get(self, value: Value) -> Tensor:
+        """Return the tensor of a value that is at hand, and keep it."""
+        return self._env[value]
+
+    @property
+    def position(self) -> int:
+        """Index of the next node that `run` will run."""
+        return self._position
+
+    def finish(self, *, keep_generators: bool | None = None) -> None:
+        """End the replay and settle the generators.
+
+        Args:
+            keep_generators: Leave the default generators where the replay brought
+                them, which is where eager construction would have. By default this
+                is done for a generator that is where the recording left it, and one
+                that was seeded or used since is put back as `run` found it.
+        """
+        if self._found is None:
+            return
+        named = self._before_random is not None
+        for generator, found in self._found.items():
+            keep = keep_generators
+            if keep is None:
+                keep = not named and self._untouched(generator, found)
+            if not keep:
+                generator.set_state(found)
+        if not named:
+            self._settle_explicit()
+        self._found = None
+        self._env.clear()
+
+    def _untouched(self, generator: torch.Generator, found: Tensor) -> bool:
+        """Whether a generator still is where the recording left it."""
+        if generator.device.type == "cpu":
+            return torch.equal(found, self.recording.cpu_seen)
+        start = self.recording.cuda_starts.get(generator.device.index)
+        return start is None or torch.equal(found, start)
+
+    def _settle_explicit(self) -> None:
+        """Bring the caller's own generators where eager would have left them."""
+        latest = {
+            stream.generator: stream
+            for stream in self.recording.streams.values()
+            if stream.generator is not None
+        }
+        for generator, stream in latest.items():
+            here = generator.get_state()
+            if stream.start is not None and torch.equal(here, stream.start):
+                generator.set_state(self.generators.of(stream).get_state())
+
+    def _begin(self) -> None:
+        """Give every generator its starting state, once."""
+        if self._found is not None:
+            return
+        self._found = {}
+        streams = [self.recording.default_stream, *self.recording.streams.values()]
+        for stream in streams:
+            generator = self.generators.of(stream)
+            if stream.generator is None:
+                if generator in self._found:
+                    continue
+                start = self.generators.start(stream)
+                self._found[generator] = generator.get_state()
+            else:
+                start = self.generators.start(stream)
+            if self._before_random is None:
+                generator.set_state(start)
+        if 0 in self._rewinds:
+            self._save(0)
+
+    def _step(self, node: Node) -> None:
+        """Run one node, draw its numbers only, or skip it."""
+        index = node.index
+        if node.stream is not None and self._before_random is not None:
+            if self._needs.needed[index]:
+                self._seed(node)
+                self._execute(node, self._env, self._needs.last)
+            return
+        if self._needs.needed[index]:
+            self._execute(node, self._env, self._needs.last)
+        elif node.stream is not None:
+            self.draw_only(node)
+        elif isinstance(node, (Reseed, Rewind)) and self._before_random is None:
+            self._event(node)
+        if index + 1 in self._rewinds:
+            self._save(index + 1)
+
+    def _seed(self, node: Node) -> None:
+        """Ask the caller for the seed of a random node."""
+        assert self._before_random is not None and node.stream is not None
+        seed = self._before_random(node)
+        if seed is not None:
+            self.generators.of(node.stream).manual_seed(seed)
+
+    def _event(self, node: Reseed | Rewind) -> None:
+        """Apply a reseed or a rewind to the default generators."""
+        assert self._found is not None
+        for generator in self._found:
+            if isinstance(node, Rewind):
+                generator.set_state(self._saved[node.position][generator])
+                continue
+            state = seeded_state(generator, node)
+            if state is not None:
+                generator.set_state(state)
+
+    def _save(self, position: int) -> None:
+        """Keep the states at a place that a later rewind goes back to."""
+        assert self._found is not None
+        self._saved[position] = {g: g.get_state() for g in self._found}
+
+    # -- one value alone ------------------------------------------------------------
+
+    def value(self, value: Value, upto: int | None = None) -> Tensor:
+        """Compute one value alone, whatever was computed before: the same bits.
+
+        The generators are left as they were found.
+
+        Args:
+            value: Which one.
+            upto: As it was before the node at this index; by default now.
+
+        Raises:
+            ReplayError: If an operation fails.
+        """
+        end = len(self.recording.nodes) if upto is None else upto
+        return self.values([value], end)[0]
+
+    def values(self, values: Sequence[Value], upto: int | None = None) -> list[Tensor]:
+        """Compute several values together, so that shared storage stays shared."""
+        end = len(self.recording.nodes) if upto is None else upto
+        needs = needed_nodes(self.recording, set(values), end)
+        env: dict[Value, Tensor] = {}
+        found = self._default_states()
+        try:
+            with plain_torch(), torch.no_grad():
+                for node in self.recording.nodes[:end]:
+                    if not needs.needed[node.index]:
+                        continue
+                    if node.stream is not None:
+                        if self._before_random is not None:
+                            self._seed(node)
+                        else:
+                            state = self._timeline(node.stream).before(node.index)
+                            self.generators.of(node.stream).set_state(state)
+                    self._execute(node, env, needs.last)
+        finally:
+            for generator, state in found.items():
+                generator.set_state(state)
+        return [env[value] for value in values]
+
+    def draw_only(self, node: Node) -> None:
+        """Draw the random numbers of a node and throw them away."""
+        scratch = node.overwrites
+        reads = [v for v in dict.fromkeys(node.reads) if v is not scratch]
+        env: dict[Value, Tensor] = {}
+        if reads:
+            inner = Replay(self.recording, self.device)
+            env.update(zip(reads, inner.values(reads, node.index), strict=True))
+        if scratch is not None:
+            meta = scratch.meta
+            place = scratch.device or self.device
+            with plain_torch():
+                env[scratch] = torch.empty_strided(
+                    meta.size(), meta.stride(), dtype=meta.dtype, device=place
+                )
+        with plain_torch(), torch.no_grad():
+            self._call(node, env)
+
+    def _timeline(self, stream: Stream) -> Timeline:
+        """Return the timeline of a stream's generator, shared between replays."""
+        key = (self.device, stream.device, stream.generator and stream)
+        timelines = self.recording.timelines
+        known = timelines.get(key)
+        if known is None:
+            known = timelines[key] = Timeline(
+                Replay(self.recording, self.device), stream
+            )
+        timeline: Timeline = known
+        return timeline
+
+    def _default_states(self) -> dict[torch.Generator, Tensor]:
+        """Return the states of the default generators that a replay may touch."""
+        streams = [self.recording.default_stream, *self.recording.streams.values()]
+        generators = [
+            self.generators.of(stream) for stream in streams if not stream.generator
+        ]
+        return {generator: generator.get_state() for generator in generators}
+
+    # -- one node -------------------------------------------------------------------
+
+    def _execute(
+        self, node: Node, env: dict[Value, Tensor], last: dict[int, list[Value]]
+    ) -> None:
+        """Run one node and store what it made; forget what is not used again."""
+        out = self._call(node, env)
+        outs = node.outs
+        if len(outs) == 1:
+            if outs[0] is not None:
+                env[outs[0]] = out if isinstance(out, Tensor) else out[0]
+        elif outs:
+            flat = torch.utils._pytree.tree_leaves(out)
+            for value, tensor in zip(outs, flat, strict=True):
+                if value is not None:
+                    env[value] = tensor
+        for value in last.get(node.index, ()):
+            env.pop(value, None)
+
+    def execute(self, node: Node, env: dict[Value, Tensor]) -> None:
+        """Run one node in an environment of the caller's, in the caller's grad mode."""
+        self._execute(node, env, {})
+
+    def _call(self, node: Node, env: dict[Value, Tensor]) -> Any:
+        """Call a node's operation on the real tensors."""
+        try:
+            args = [self._real(arg, env) for arg in node.args]
+            kwargs = node.kwargs
+            if not kwargs:
+                return node.call(*args)
+            return node.call(
+                *args, **{k: self._real(v, env) for k, v in kwargs.items()}
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise ReplayError(
+                f"recorded operation {node.index}, `{node.name}`, cannot be replayed "
+                f"on {self.device}: {error}"
+            ) from error
+
+    def _real(self, arg: Any, env: dict[Value, Tensor]) -> Any:
+        """Put real objects in the place of recorded ones."""
+        kind = type(arg)
+        if kind is Value:
+            return env[arg]
+        if kind is tuple or kind is list:
+            return kind(self._real(item, env) for item in arg)
+        if kind is Place:
+            return arg.device or self.device
+        if kind is External:
+            return _unchanged(arg)
+        if kind is Stream:
+            return self.generators.of(arg)
+        if kind is ForeignValue:
+            other = Replay(arg.value.recording, self.device)
+            return other.value(arg.value, arg.upto)
+        return arg
+
+
+def _unchanged(external: External) -> Tensor:
+    """Return a captured tensor, if it still is what was captured."""
+    tensor = external.tensor
+    if external.version is not None and tensor._version != external.version:
+        raise ReplayError(
+            f"a real tensor of shape {list(tensor.shape)} and type {tensor.dtype} that "
+            "the model reads was changed in place after it was recorded; materialize "
+            "before changing it, or pass a copy"
+        )
+    return tensor

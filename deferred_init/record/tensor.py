@@ -1,0 +1,297 @@
+"""`DeferredTensor`: a meta tensor that knows how its values will be made.
+
+[Note: A subclass over meta, not a wrapper]
+The tensor is itself a meta tensor with a real meta storage, so that shapes, strides
+and aliasing are torch's own. The subclass adds two things: operations on it are
+recorded (`__torch_dispatch__`), and Python code that asks for its device inside a
+constructor hears the device that the constructor believes to be on. Outside it says
+meta, so that everything that knows meta keeps working. No slots and no weak
+references, because either would stop `torch.utils.swap_tensors`.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.record.append import Draw, append_fill
+from deferred_init.record.graph import Recording, Storage, Value
+
+__all__ = [
+    "DeferredTensor",
+    "deferred_class",
+    "final_class",
+    "late",
+    "make_parameter",
+    "new_value",
+    "record_fill",
+    "user_attributes",
+    "value_of",
+    "wrap",
+]
+
+_INTERNAL = frozenset({"_value", "_is_param", "_final_class"})
+# These look at `is_meta` to skip work that a deferred tensor wants recorded.
+_RECORDED_CALLERS = frozenset({"torch.nn.init"})
+_base = torch._C.TensorBase
+_make = torch.Tensor._make_subclass
+
+
+def wrap(value: Value, requires_grad: bool = False) -> DeferredTensor:
+    """Make a new deferred tensor object for a value."""
+    tensor: DeferredTensor = _make(DeferredTensor, value.meta, requires_grad)
+    tensor.__dict__["_value"] = value
+    return tensor
+
+
+def value_of(tensor: Tensor) -> Value:
+    """Return what a deferred tensor refers to."""
+    value: Value = tensor.__dict__["_value"]
+    return value
+
+
+class _Late:
+    """What the layers above this file provide; they set it when they are imported."""
+
+    dispatch: Callable[..., Any]
+    as_value: Callable[[Recording, Tensor], Value]
+    to: Callable[..., Tensor]
+    deepcopy: Callable[..., Tensor]
+    early_value: Callable[[Value], Tensor]
+
+
+late = _Late()
+
+
+def record_fill(
+    tensor: Tensor, call: Callable[..., Any], args: tuple[Any, ...], draw: Draw | None
+) -> Tensor:
+    """Record an in-place fill of the whole tensor as one node; dispatch nothing."""
+    value: Value = tensor.__dict__["_value"]
+    recording = value.recording
+    with recording.lock:
+        append_fill(recording, value, call, args, draw)
+    return tensor
+
+
+def _fill(name: str, draws: bool) -> Callable[..., Any]:
+    """Build the method that records one of torch's whole-tensor fills."""
+    base = getattr(_base, name)
+
+    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        generator = kwargs.pop("generator", None)
+        plain = not any(isinstance(arg, Tensor) for arg in args)
+        allowed = not (torch.is_grad_enabled() and self.requires_grad)
+        if plain and allowed and not kwargs.keys() - _SCALARS and not self.is_complex():
+            if kwargs:
+                args = _positional(name, args, kwargs)
+            return record_fill(self, base, args, Draw(generator) if draws else None)
+        if generator is not None:
+            kwargs["generator"] = generator
+        return base(self, *args, **kwargs)
+
+    method.__name__ = name
+    return method
+
+
+_ORDER: dict[str, tuple[tuple[str, float], ...]] = {
+    "uniform_": (("from", 0.0), ("to", 1.0)),
+    "normal_": (("mean", 0.0), ("std", 1.0)),
+    "fill_": (("value", 0.0),),
+    "zero_": (),
+}
+_SCALARS = frozenset({"from", "to", "mean", "std", "value"})
+
+
+def _positional(
+    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    """Put the keyword arguments of a fill in their places."""
+    rest = _ORDER[name][len(args) :]
+    return (*args, *(kwargs.get(key, default) for key, default in rest))
+
+
+class DeferredTensor(torch.Tensor):
+    """A tensor whose operations are recorded; see the note at the top of the file."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return late.dispatch(func, args, kwargs or {})
+
+    uniform_ = _fill("uniform_", draws=True)
+    normal_ = _fill("normal_", draws=True)
+    fill_ = _fill("fill_", draws=False)
+    zero_ = _fill("zero_", draws=False)
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        value = value_of(self)
+        if not value.recording.active:
+            return _META
+        return value.recording.device if value.device is None else value.device
+
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        if value_of(self).recording.active:
+            return False
+        caller = sys._getframe(1)
+        return not (
+            caller.f_globals.get("__name__") in _RECORDED_CALLERS
+            or caller.f_code is nn.Module._load_from_state_dict.__code__
+        )
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cuda"
+
+    @property
+    def is_cpu(self) -> bool:  # type: ignore[override]
+        return self.device.type == "cpu"
+
+    def get_device(self) -> int:
+        """Return the index of the claimed device, -1 for the CPU."""
+        device = self.device
+        return -1 if device.type in ("cpu", "meta") else device.index or 0
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return wrap(value_of(self))
+
+    @data.setter
+    def data(self, source: Tensor) -> None:
+        other = late.as_value(value_of(self).recording, source)
+        _base.data.__set__(self, wrap(other))  # type: ignore[attr-defined]
+        self.__dict__["_value"] = other
+
+    def detach(self) -> Tensor:
+        """Return another tensor object for the same value."""
+        return wrap(value_of(self))
+
+    def as_subclass(self, cls: Any) -> Any:
+        """Return a deferred tensor of the caller's class for the same value."""
+        return make_parameter(cls, self, self.requires_grad)
+
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+        """Record a conversion; a CUDA device need not exist yet."""
+        return late.to(self, args, kwargs)
+
+    def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
+        """Record a move to a CUDA device; it need not exist yet."""
+        return self.to(torch.device("cuda") if device is None else _cuda(device))
+
+    def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Record a move to the CPU."""
+        return self.to(torch.device("cpu"))
+
+    def tolist(self) -> Any:
+        """Compute the values now and return them as Python numbers."""
+        return _early(self).tolist()
+
+    def numpy(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the values now and return them as a read-only array."""
+        array = _early(self).numpy(*args, **kwargs)
+        array.flags.writeable = False
+        return array
+
+    def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
+        array = self.detach().numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return late.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            "a deferred tensor has no values to save: materialize the model before "
+            "saving, pickling or sending it to another process"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        kind = "DeferredParameter" if "_is_param" in self.__dict__ else "DeferredTensor"
+        tail = ", requires_grad=True" if self.requires_grad else ""
+        where = value_of(self).device or value_of(self).recording.device
+        return (
+            f"{kind}(size={tuple(self.shape)}, dtype={self.dtype}, "
+            f"recorded for {where}{tail})"
+        )
+
+
+_META = torch.device("meta")
+_classes: dict[type, type[DeferredTensor]] = {}
+
+
+def deferred_class(final: type) -> type[DeferredTensor]:
+    """Return the deferred class that also is an instance of the caller's class."""
+    if final is Tensor or final is nn.Parameter:
+        return DeferredTensor
+    known = _classes.get(final)
+    if known is None:
+        body = {
+            name: DeferredTensor.__dict__[name]
+            for name in ("__torch_function__", "__torch_dispatch__", "__reduce_ex__")
+        }
+        known = _classes[final] = type(
+            f"Deferred{final.__name__}", (DeferredTensor, final), body
+        )
+    return known
+
+
+def final_class(tensor: Tensor) -> type:
+    """Return the class that a deferred tensor has when it is real."""
+    for base in type(tensor).__mro__:
+        if not issubclass(base, DeferredTensor):
+            if base is Tensor and "_is_param" in tensor.__dict__:
+                return nn.Parameter
+            return base
+    raise AssertionError("a deferred tensor class always derives from Tensor")
+
+
+def user_attributes(tensor: Tensor) -> dict[str, Any]:
+    """Return the Python attributes that a user put on a deferred tensor."""
+    return {k: v for k, v in tensor.__dict__.items() if k not in _INTERNAL}
+
+
+def _early(tensor: Tensor) -> Tensor:
+    """Compute a deferred tensor now, on the CPU side, without disturbing the rest."""
+    return late.early_value(value_of(tensor))
+
+
+def _cuda(device: Any) -> torch.device:
+    """Return the CUDA device that an argument of `.cuda()` means."""
+    if isinstance(device, int):
+        return torch.device("cuda", device)
+    return torch.device(device)
+
+
+def new_value(
+    recording: Recording,
+    index: int,
+    meta: Tensor,
+    device: torch.device | None,
+    storage: Storage | None = None,
+) -> Value:
+    """Make the value of a new tensor; without `storage` it owns a new one."""
+    if storage is None:
+        storage = Storage()
+        storage.writers.append(index)
+    return Value(recording, storage, index, meta, device)
+
+
+def make_parameter(
+    final: type, data: Tensor, requires_grad: bool = True
+) -> DeferredTensor:
+    """Make a deferred tensor of a parameter class over the values of another one."""
+    value = value_of(data)
+    result: DeferredTensor = _make(deferred_class(final), value.meta, requires_grad)
+    result.__dict__["_value"] = value
+    if final is nn.Parameter:
+        result.__dict__["_is_param"] = True
+    return result
