@@ -37,7 +37,11 @@ __all__ = [
 ]
 
 _ECOSYSTEMS = {
-    "torch": ("deferred_init.handlers.torch_nn", "deferred_init.handlers.plain"),
+    "torch": (
+        "deferred_init.handlers.torch_nn",
+        "deferred_init.handlers.plain",
+        "deferred_init.handlers.recipe_rules",
+    ),
     "transformers": ("deferred_init.handlers.hf",),
     "transformer_engine.pytorch": (
         "deferred_init.handlers.te_modules",
