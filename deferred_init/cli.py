@@ -194,7 +194,7 @@ def _run_audit(arguments: argparse.Namespace) -> bool:
         _print_json(report.to_dict())
     else:
         print(report)
-    return report.ok
+    return bool(report.ok)
 
 
 def _run_doctor(arguments: argparse.Namespace) -> bool:

@@ -64,7 +64,7 @@ def exchange(old: Tensor, new: Tensor, *, forced: bool = False) -> Callable[[], 
     if forced:
         _swap_unchecked(old, new)
     else:
-        torch.utils.swap_tensors(old, new)  # type: ignore[no-untyped-call]
+        torch.utils.swap_tensors(old, new)
     old.__dict__ = {**carried, **made}
     _reregister_hooks(old)
 

@@ -108,7 +108,7 @@ class ByName:
         seed_all(value & 0x7FFF_FFFF_FFFF_FFFF, self._device)
 
 
-class _SeedingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _SeedingMode(TorchDispatchMode):
     def __init__(self, seed_for: Any, owner: str, step: Step) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._seed_for = seed_for
