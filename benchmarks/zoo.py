@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import functools
 import gc
 import json
 import logging
@@ -41,10 +43,16 @@ SEED = 1234
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One architecture: how to build it, as many times as needed."""
+    """One architecture.
+
+    Attributes:
+        name: Its name.
+        prepare: Finds out how to build it and returns a function that does, as
+            many times as wanted, each time as if for the first time.
+    """
 
     name: str
-    build: Callable[[], nn.Module]
+    prepare: Callable[[], Callable[[], nn.Module]]
 
 
 @dataclass(kw_only=True)
@@ -154,10 +162,11 @@ def by_recording(case: Case, *, limit_s: float) -> Result:
     """Build a case eagerly and by recording and replaying it, and compare."""
     result = Result(name=case.name, status="equal")
     with _limit(limit_s):
-        seed_everything()
-        start = time.perf_counter()
         try:
-            eager = case.build()
+            build = case.prepare()
+            seed_everything()
+            start = time.perf_counter()
+            eager = build()
         except TooSlowError:
             raise
         except Exception as error:  # noqa: BLE001  an architecture's own trouble
@@ -168,7 +177,7 @@ def by_recording(case: Case, *, limit_s: float) -> Result:
         result.num_parameters = sum(p.numel() for p in eager.parameters())
         result.num_tensors = len(tensors_of(eager))
         try:
-            model = _recorded(case, result)
+            model = _recorded(build, result)
         except TooSlowError:
             raise
         except Exception as error:  # noqa: BLE001  that is the finding
@@ -183,11 +192,11 @@ def by_recording(case: Case, *, limit_s: float) -> Result:
     return result
 
 
-def _recorded(case: Case, result: Result) -> nn.Module:
+def _recorded(build: Callable[[], nn.Module], result: Result) -> nn.Module:
     """Record a case and replay it."""
     seed_everything()
     start = time.perf_counter()
-    model = record.deferred_init(case.build)
+    model = record.deferred_init(build)
     middle = time.perf_counter()
     record.materialize_module(model)
     result.seconds["record"] = round(middle - start, 3)
@@ -215,34 +224,24 @@ def transformers_cases() -> Iterator[Case]:
         names = sorted(mapping._model_mapping)
         for model_type in names:
             yield Case(
-                name=f"{kind}/{model_type}", build=_transformers_build(kind, model_type)
+                name=f"{kind}/{model_type}",
+                prepare=functools.partial(_transformers, kind, model_type),
             )
 
 
-def _transformers_build(kind: str, model_type: str) -> Callable[[], nn.Module]:
+def _transformers(kind: str, model_type: str) -> Callable[[], nn.Module]:
     """Return a function that builds one architecture from a shrunken config."""
-    chosen: list[Any] = []
+    import transformers
 
-    def build() -> nn.Module:
-        import copy
-
-        import transformers
-
-        if not chosen:
-            chosen.append(_choose(kind, model_type))
-        config = copy.deepcopy(chosen[0])
-        model: nn.Module = getattr(transformers, kind).from_config(config)
-        return model
-
-    return build
+    config = _choose(kind, model_type)
+    auto: Any = getattr(transformers, kind)
+    return lambda: auto.from_config(copy.deepcopy(config))
 
 
 def _choose(kind: str, model_type: str) -> Any:
     """Return the most shrunken configuration that builds within the limit."""
-    import copy
-
     import transformers
-    from zoo_configs import candidates
+    from zoo_shrink import candidates
 
     auto = getattr(transformers, kind)
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]()
@@ -278,26 +277,19 @@ def timm_cases() -> Iterator[Case]:
     import timm
 
     for name in timm.list_models():
-        yield Case(name=f"timm/{name}", build=_timm_build(name))
+        yield Case(name=f"timm/{name}", prepare=functools.partial(_timm, name))
 
 
-def _timm_build(name: str) -> Callable[[], nn.Module]:
+def _timm(name: str) -> Callable[[], nn.Module]:
     """Return a function that builds one timm model."""
-    sized: list[int] = []
+    import timm
 
-    def build() -> nn.Module:
-        import timm
-
-        if not sized:
-            with torch.device("meta"), contextlib.suppress(Exception):
-                probe = timm.create_model(name)
-                sized.append(sum(p.numel() for p in probe.parameters()))
-        if sized and sized[0] > MAX_PARAMETERS:
-            raise ValueError(f"{sized[0]} parameters")
-        model: nn.Module = timm.create_model(name)
-        return model
-
-    return build
+    num = 0
+    with torch.device("meta"), contextlib.suppress(Exception):
+        num = sum(p.numel() for p in timm.create_model(name).parameters())
+    if num > MAX_PARAMETERS:
+        raise ValueError(f"{num} parameters")
+    return lambda: timm.create_model(name)  # type: ignore[no-any-return]
 
 
 SETS: dict[str, Callable[[], Iterator[Case]]] = {
