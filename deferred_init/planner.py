@@ -9,8 +9,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deferred_init.errors import PlanError
-from deferred_init.handlers.protocol import Claim, Initializer, Request, Step
-from deferred_init.handlers.registry import allocator_for, initializers_for
+from deferred_init.handlers.protocol import (
+    Claim,
+    Initializer,
+    Request,
+    Step,
+    TreeInitializer,
+)
+from deferred_init.handlers.registry import (
+    allocator_for,
+    has_user_rule,
+    initializers_for,
+    last_initializers,
+)
 from deferred_init.plan import Plan, final_dtype
 from deferred_init.plan_checks import (
     name_collisions,
@@ -38,6 +49,8 @@ def make_plan(
     """
     claims = _Claims(inventory, request)
     needed = _sites_with_deferred(inventory)
+    for root in inventory.roots:
+        claims.ask_for_trees(root, needed)
     for site in inventory.sites():
         if id(site) in needed:
             claims.ask(site)
@@ -70,25 +83,58 @@ class _Claims:
         self.found: list[tuple[ModuleSite, Initializer, Claim]] = []
         self.problems: list[str] = []
         self.claimed: set[int] = set()
+        self._trees: dict[int, tuple[Initializer, Claim]] = {}
+        self._covered: set[int] = set()
         self._inventory = inventory
         self._request = request
 
+    def ask_for_trees(self, root: ModuleSite, needed: set[int]) -> None:
+        """Ask those who know whole subtrees, parents before children."""
+        stack = [root]
+        while stack:
+            site = stack.pop()
+            if id(site) not in needed:
+                continue
+            found = self._tree_claim(site)
+            if found is None:
+                stack.extend(reversed(site.children))
+            else:
+                self._trees[id(site)] = found
+                self._covered.update(id(below) for below in site.post_order())
+
+    def _tree_claim(self, site: ModuleSite) -> tuple[Initializer, Claim] | None:
+        for initializer in initializers_for(type(site.module)):
+            if isinstance(initializer, TreeInitializer):
+                below = site.post_order()
+                if any(has_user_rule(type(one.module)) for one in below):
+                    return None
+                claim = initializer.claim_tree(site, self._request)
+                if claim is not None:
+                    return initializer, claim
+        return None
+
     def ask(self, site: ModuleSite) -> None:
         """Ask the initializers of one module's type, most specific first."""
-        pending = self._pending(site)
+        tree = self._trees.get(id(site))
+        if tree is not None:
+            self._take(site, *tree)
+        elif id(site) in self._covered:
+            return
+        asked = last_initializers() if tree else initializers_for(type(site.module))
         owner = any(slot.deferred for slot in site.slots)
-        for initializer in initializers_for(type(site.module)):
+        for initializer in asked:
             if not owner and not initializer.composite:
                 continue
-            claim = initializer.claim(site, pending, self._request)
-            if claim is None:
-                continue
-            self.problems.extend(claim.problems)
-            claim = self._normalize(claim)
-            self.claimed.update(id(slot.tensor) for slot in claim.slots)
-            if not claim.problems:
-                self.found.append((site, initializer, claim))
-            pending = self._pending(site)
+            claim = initializer.claim(site, self._pending(site), self._request)
+            if claim is not None:
+                self._take(site, initializer, claim)
+
+    def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
+        self.problems.extend(claim.problems)
+        claim = self._normalize(claim)
+        self.claimed.update(id(slot.tensor) for slot in claim.slots)
+        if not claim.problems:
+            self.found.append((site, initializer, claim))
 
     def _normalize(self, claim: Claim) -> Claim:
         """Turn claims of what others make already into rewrites."""

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
-__all__ += ["Workspace"]
+__all__ += ["TreeInitializer", "Workspace"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,6 +179,21 @@ class Initializer(Protocol):
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Make what was claimed."""
+        ...
+
+
+@runtime_checkable
+class TreeInitializer(Initializer, Protocol):
+    """Knows how a whole subtree was constructed, and so need not guess an order.
+
+    Asked before everybody else, parents first, about modules with deferred tensors
+    below them. What it claims, nobody else is asked about, except initializers
+    registered to come last. Not asked where the user registered a rule for any
+    module of the subtree.
+    """
+
+    def claim_tree(self, site: ModuleSite, request: Request) -> Claim | None:
+        """Claim deferred tensors of a module and all its descendants, or None."""
         ...
 
 

@@ -30,7 +30,9 @@ __all__ = [
     "add_initializer",
     "add_refresher",
     "allocator_for",
+    "has_user_rule",
     "initializers_for",
+    "last_initializers",
     "load_handlers",
     "refreshers",
     "register_initializer",
@@ -42,7 +44,7 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.plain",
         "deferred_init.handlers.recipe_rules",
     ),
-    "transformers": ("deferred_init.handlers.hf",),
+    "transformers.modeling_utils": ("deferred_init.handlers.hf_constructor",),
     "transformer_engine.pytorch": (
         "deferred_init.handlers.te_modules",
         "deferred_init.handlers.te_ops",
@@ -195,6 +197,16 @@ def initializers_for(module_type: type) -> list[Initializer]:
     found += [_initializers[base] for base in mro if base in _initializers]
     found += _last
     return list(dict.fromkeys(found))
+
+
+def last_initializers() -> tuple[Initializer, ...]:
+    """Return the initializers that are asked after all types."""
+    return tuple(_last)
+
+
+def has_user_rule(module_type: type) -> bool:
+    """Whether `register_initializer` was called for a type or a base of it."""
+    return any(base in _user_rules for base in module_type.__mro__)
 
 
 def allocator_for(tensor: Tensor) -> Allocator | None:

@@ -1,0 +1,234 @@
+"""Initializer for Hugging Face models that can be constructed a second time.
+
+[Note: Construct again]
+Problem: eager construction of a `PreTrainedModel` draws random numbers and computes
+buffers in the constructors of its modules, most of which have no reset method; then
+`initialize_weights` overwrites a part. What a constructor did cannot be read off a
+module that it left behind.
+
+Naive attempt: call reset methods in tree order, then `initialize_weights`. Buffers
+that no `_init_weights` refills stay garbage, and each `torch.randn` of a constructor
+is missing from the random stream.
+
+Why another way is open: a `PreTrainedModel` keeps what it was constructed from, its
+class and its config. The plan constructs it again on meta; if modules, tensors,
+dtypes and ties come out the same, then execution constructs it once more on the
+device, and the model's own tensor objects take the contents over, one by one.
+
+Shortcomings: a model changed since (adapters, resized embeddings) comes out
+different and is left to the initializer in `hf.py`, part by part where its parts
+are models themselves. So is a mostly loaded model, whose second construction would
+need memory for tensors that nobody wants, and any model under `rng="by_name"`. A config
+edited afterwards in a way that changes values but no shape is taken at its word.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deferred_init.aliases import storage_key
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.registry import add_initializer
+from deferred_init.rng import GeneratorSnapshot
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.twin import difference, matching_modules, matching_slots
+
+__all__ = ["HFConstructor"]
+
+_SMALL_BYTES = 64 * 2**20
+_INITIALIZED = "_is_hf_initialized"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Construction:
+    """How a model is constructed again.
+
+    Attributes:
+        dtype: The default dtype meanwhile.
+        options: Flags for the constructor, such as `add_pooling_layer`.
+        cast: Whether floating-point tensors are cast afterwards, as `.to(dtype)` did.
+    """
+
+    dtype: torch.dtype
+    options: Mapping[str, bool] = field(default_factory=dict)
+    cast: bool = False
+
+    def build(self, model: nn.Module) -> nn.Module:
+        """Construct the model anew, on the current default device."""
+        with warnings.catch_warnings(), _default_dtype(self.dtype), _patches():
+            warnings.simplefilter("ignore")  # seen when the model was built
+            config = copy.deepcopy(model.config)
+            twin: nn.Module = type(model)(config, **self.options)  # type: ignore[call-arg]
+        return twin
+
+    def describe(self, model: nn.Module) -> str:
+        """Name the call, for reports."""
+        flags = "".join(f", {key}={value}" for key, value in self.options.items())
+        return f"{type(model).__name__}(config{flags})"
+
+
+class HFConstructor:
+    """Makes whole `PreTrainedModel`s by constructing them a second time."""
+
+    name = "transformers constructor"
+    composite = True
+
+    def __init__(self) -> None:
+        self._known: WeakKeyDictionary[nn.Module, _Construction]
+        self._known = WeakKeyDictionary()
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim nothing: only whole trees are made."""
+        return None
+
+    def claim_tree(self, site: ModuleSite, request: Request) -> Claim | None:
+        """Claim all deferred tensors if a second construction on meta agrees."""
+        slots = [slot for below in site.post_order() for slot in below.slots]
+        deferred = [slot for slot in slots if slot.deferred]
+        if request.rng != "eager" or not all(map(_is_plain, deferred)):
+            return None
+        scratch = _real_bytes(slots)
+        if scratch > max(_SMALL_BYTES, *(_num_bytes(s.tensor) for s in deferred)):
+            return None
+        found = _find_construction(site)
+        if found is None:
+            return None
+        construction, twin = found
+        made = [slot for slot, _ in matching_slots(site, deferred, twin)]
+        self._known[site.module] = construction
+        return Claim(
+            slots=tuple(made),
+            source=construction.describe(site.module),
+            scratch_bytes=scratch,
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Construct the model on the device and take its tensors over."""
+        site = step.site
+        construction = self._known[site.module]
+        twin = construction.build(site.module)
+        made: dict[int, tuple[Slot, Tensor]] = {}
+        for slot, tensor in matching_slots(site, step.claim.slots, twin):
+            first = made.get(id(tensor))
+            if first is not None:  # a tie that was lost on the way to meta
+                _tie_again(slot, first[0], site, workspace)
+                continue
+            made[id(tensor)] = (slot, slot.tensor)
+            if construction.cast and tensor.dtype != slot.tensor.dtype:
+                tensor = tensor.to(slot.tensor.dtype)
+            workspace.adopt(slot, tensor)
+        for ours, its in matching_modules(site, twin):
+            if _INITIALIZED in vars(its):
+                setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _find_construction(
+    site: ModuleSite,
+) -> tuple[_Construction, nn.Module] | None:
+    """Find a construction on meta with the structure of the model."""
+    generators = GeneratorSnapshot(torch.device("cpu"))
+    for construction in _candidates(site):
+        try:
+            with torch.device("meta"):
+                twin = construction.build(site.module)
+        except Exception:  # noqa: BLE001 - constructors raise anything; hf.py is next
+            continue
+        finally:
+            generators.restore()
+        if difference(site, twin, dtypes=not construction.cast) is None:
+            return construction, twin
+    return None
+
+
+def _candidates(site: ModuleSite) -> Iterator[_Construction]:
+    """Yield constructions, the most likely first; few, as each is tried."""
+    default = torch.get_default_dtype()
+    configured = _as_dtype(getattr(site.module.config, "dtype", None))
+    held = {
+        slot.tensor.dtype
+        for below in site.post_order()
+        for slot in below.slots
+        if slot.kind is SlotKind.PARAMETER and slot.tensor.is_floating_point()
+    }
+    dtypes = [dtype for dtype in (configured, default) if dtype in held]
+    dtypes += [dtype for dtype in held if dtype in (torch.float16, torch.bfloat16)]
+    dtypes = list(dict.fromkeys(dtypes)) or [default]
+    flags = _flags(type(site.module))
+    options = [{}, *({name: not value} for name, value in flags.items())]
+    for chosen in options:
+        for dtype in dtypes:
+            yield _Construction(dtype=dtype, options=chosen)
+    for chosen in options:
+        yield _Construction(dtype=default, options=chosen, cast=True)
+
+
+def _flags(model_class: type) -> dict[str, bool]:
+    """Boolean options of a constructor, with their defaults."""
+    parameters = inspect.signature(model_class).parameters.values()
+    return {p.name: p.default for p in parameters if isinstance(p.default, bool)}
+
+
+def _as_dtype(value: Any) -> torch.dtype | None:
+    if isinstance(value, str):
+        value = getattr(torch, value, None)
+    return value if isinstance(value, torch.dtype) else None
+
+
+def _is_plain(slot: Slot) -> bool:
+    return type(slot.tensor) in (Tensor, nn.Parameter)
+
+
+def _real_bytes(slots: list[Slot]) -> int:
+    real = {
+        storage_key(slot.tensor): _num_bytes(slot.tensor)
+        for slot in slots
+        if not slot.deferred
+    }
+    return sum(real.values())
+
+
+def _num_bytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
+
+
+def _tie_again(slot: Slot, first: Slot, site: ModuleSite, workspace: Workspace) -> None:
+    slot.write(first.read())
+    workspace.note(f"tied `{slot.fqn}` to `{first.fqn}` again, as {site.fqn} does")
+
+
+@contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def _patches() -> Iterator[None]:
+    """Class replacements that the user registered with transformers, if any."""
+    try:
+        from transformers.monkey_patching import apply_patches
+    except ImportError:  # transformers before 5.5
+        yield
+        return
+    with apply_patches():
+        yield
+
+
+add_initializer(HFConstructor(), PreTrainedModel)

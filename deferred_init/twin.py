@@ -1,0 +1,117 @@
+"""Compares a subtree of a model with a second construction of the same model.
+
+The second construction, the *twin*, is either on meta, to find out whether it comes
+out the same, or on the device, to take its tensors over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
+
+from torch import Tensor, nn
+
+from deferred_init.aliases import storage_key
+from deferred_init.inventory import take_inventory
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+
+__all__ = ["difference", "matching_modules", "matching_slots"]
+
+_REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
+
+
+def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str | None:
+    """Say in what a twin differs from the model in structure, or None.
+
+    Compared are the modules (names, order, types), the parameters and buffers
+    (names, order, class, sizes, strides, dtype, persistence) and which of them share
+    storage; not values, devices or `requires_grad`.
+
+    Args:
+        site: The subtree.
+        twin: The second construction of its root.
+        dtypes: Whether dtypes have to agree as well.
+    """
+    ours, theirs = list(site.post_order()), list(_site_of(twin).post_order())
+    for one, other in zip_longest(ours, theirs):
+        if one is None or other is None:
+            return "the number of modules"
+        if _strip(site.fqn, one.fqn) != other.fqn or (
+            type(one.module) is not type(other.module)
+        ):
+            return f"module `{one.fqn}`"
+    left, right = _registered(ours), _registered(theirs)
+    for mine, its in zip_longest(left, right):
+        if mine is None or its is None:
+            return "the number of parameters and buffers"
+        if (_strip(site.fqn, mine.fqn), mine.kind, mine.persistent) != (
+            its.fqn,
+            its.kind,
+            its.persistent,
+        ):
+            return f"`{mine.fqn}`"
+        if _geometry(mine.tensor, dtypes) != _geometry(its.tensor, dtypes):
+            return f"the geometry of `{mine.fqn}`"
+    if _sharing(left) != _sharing(right):
+        return "which tensors share memory"
+    return None
+
+
+def matching_slots(
+    site: ModuleSite, slots: Iterable[Slot], twin: nn.Module
+) -> list[tuple[Slot, Tensor]]:
+    """Pair slots of the subtree with the tensors in the same places of a twin.
+
+    Slots that the twin does not have, such as attributes that a user added, are left
+    out.
+    """
+    prefix = site.fqn
+    theirs = {
+        (slot.fqn, slot.kind): slot.tensor
+        for other in _site_of(twin).post_order()
+        for slot in other.slots
+    }
+    pairs = []
+    for slot in slots:
+        tensor = theirs.get((_strip(prefix, slot.fqn), slot.kind))
+        if tensor is not None and (
+            slot.kind in _REGISTERED
+            or _geometry(slot.tensor, False) == _geometry(tensor, False)
+        ):
+            pairs.append((slot, tensor))
+    return pairs
+
+
+def matching_modules(
+    site: ModuleSite, twin: nn.Module
+) -> Iterator[tuple[nn.Module, nn.Module]]:
+    """Pair the modules of the subtree with those of a twin of equal structure."""
+    for one, other in zip(site.post_order(), _site_of(twin).post_order(), strict=True):
+        yield one.module, other.module
+
+
+def _site_of(twin: nn.Module) -> ModuleSite:
+    return take_inventory((twin,)).roots[0]
+
+
+def _registered(sites: Sequence[ModuleSite]) -> list[Slot]:
+    return [slot for site in sites for slot in site.slots if slot.kind in _REGISTERED]
+
+
+def _geometry(tensor: Tensor, dtypes: bool) -> tuple[object, ...]:
+    kind = tensor.dtype if dtypes else tensor.dtype.is_floating_point
+    return type(tensor), tensor.size(), tensor.stride(), kind
+
+
+def _sharing(slots: Sequence[Slot]) -> list[int]:
+    """For each slot, the index of the first one over the same storage."""
+    first: dict[int, int] = {}
+    found = []
+    for index, slot in enumerate(slots):
+        key = storage_key(slot.tensor) if slot.tensor.numel() else None
+        found.append(index if key is None else first.setdefault(key, index))
+    return found
+
+
+def _strip(prefix: str, fqn: str) -> str:
+    return fqn[len(prefix) :].lstrip(".") if prefix else fqn
