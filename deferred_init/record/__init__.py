@@ -67,6 +67,7 @@ from deferred_init.record.graph import Mark, Node, Recording, Storage, Value
 from deferred_init.record.materialize import (
     become,
     deferred_tensors,
+    dressed,
     materialize_module,
     materialize_tensor,
     realize,
@@ -93,6 +94,7 @@ __all__ = [
     "become",
     "deferred_init",
     "deferred_tensors",
+    "dressed",
     "early_value",
     "final_class",
     "is_deferred",

@@ -38,7 +38,9 @@ def to(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     recording = value.recording
     place = value.device
     if device is not None:
-        if device == _META and not recording.active:
+        if device == _META:
+            if recording.active:
+                return value.meta if dtype is None else value.meta.to(dtype)
             return tensor if dtype is None else tensor.to(dtype)
         own = recording.device
         same = device.type == own.type and device.index in (None, own.index)
@@ -75,7 +77,8 @@ def _parse(
     rest = {k: v for k, v in kwargs.items() if k != "copy"}
     if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
         args = args[:-1]
-    parsed: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **rest)
+    with torch._C.DisableTorchFunction():
+        parsed: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **rest)
     return parsed
 
 

@@ -302,6 +302,7 @@ class Recording:
         result: What the constructor returned.
         timelines: Generator states met by replays, per device.
         watch: Notices reseeding while the constructor runs.
+        external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
     """
 
@@ -319,6 +320,7 @@ class Recording:
         self.default_stream = Stream(None)
         self.watch: Any = None
         self.borrowed: dict[int, Any] = {}
+        self.external: dict[int, Tensor] = {}
 
     @property
     def marks(self) -> list[Mark]:

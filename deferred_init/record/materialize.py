@@ -22,6 +22,7 @@ from deferred_init.record.tensor import (
 __all__ = [
     "become",
     "deferred_tensors",
+    "dressed",
     "materialize_module",
     "materialize_tensor",
     "realize",
@@ -158,14 +159,7 @@ def become(tensor: Tensor, real: Tensor) -> None:
     Weak references to the object stay right, since the object stays; that is why this
     does not refuse them as `torch.utils.swap_tensors` does (an `nn.LSTM` has some).
     """
-    final = final_class(tensor)
-    requires_grad = tensor.requires_grad
-    if final is Tensor:
-        new = _window_on(real) if real.is_leaf else real
-        if requires_grad and real.is_leaf:
-            new.requires_grad_()
-    else:
-        new = torch.Tensor._make_subclass(final, real, requires_grad)  # type: ignore[arg-type]
+    new = dressed(tensor, real)
     hooks = tensor._backward_hooks
     if hooks:
         new._backward_hooks = hooks
@@ -175,6 +169,22 @@ def become(tensor: Tensor, real: Tensor) -> None:
     tensor.__class__, new.__class__ = new_class, old_class
     tensor.__dict__, new.__dict__ = new_dict, old_dict
     torch._C._swap_tensor_impl(tensor, new)
+
+
+def dressed(tensor: Tensor, real: Tensor) -> Tensor:
+    """Return the real tensor in the class, and with the grad flag, it shall have.
+
+    Args:
+        tensor: The deferred tensor that tells class and flag.
+        real: Its value; a leaf is wrapped anew, so that the result is no view.
+    """
+    final = final_class(tensor)
+    if final is not Tensor:
+        return torch.Tensor._make_subclass(final, real, tensor.requires_grad)  # type: ignore[arg-type]
+    new = _window_on(real) if real.is_leaf else real
+    if tensor.requires_grad and real.is_leaf:
+        new.requires_grad_()
+    return new
 
 
 def _window_on(real: Tensor) -> Tensor:

@@ -42,7 +42,12 @@ class RecordOperations(TorchDispatchMode):
     def _dispatch(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = kwargs or {}
+        # Operators called by name go through function modes too: not from here.
+        with torch._C.DisableTorchFunction():
+            return self._handle(func, types, args, kwargs or {})
+
+    def _handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Record one operation, or run it if it only concerns real tensors."""
         if any(issubclass(kind, DeferredTensor) for kind in types):
             return ops.record(self.recording, func, args, kwargs, self.place)
         found = [*_tensors(args), *_tensors(tuple(kwargs.values()))]

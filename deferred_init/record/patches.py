@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from deferred_init.record.append import Draw
+from deferred_init.record.external import external_classes, stand_aside
 from deferred_init.record.paused import plain_torch
 from deferred_init.record.tensor import DeferredTensor, make_parameter, record_fill
 
@@ -128,6 +129,9 @@ class Patches:
             _set(init, "_no_grad_trunc_normal_", _truncated_normal, _trunc_normal)
             _set(torch._utils, "_rebuild_tensor", _rebuild, _rebuild_tensor)
             _set(threading.Thread, "start", _start, _thread_start)
+            for cls in external_classes():
+                init_of = vars(cls)["__init__"]
+                _set(cls, "__init__", stand_aside(init_of, active), init_of)
 
     def __exit__(self, *exc: object) -> None:
         global _depth

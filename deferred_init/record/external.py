@@ -1,0 +1,117 @@
+"""Modules that stay out of the recording because they can defer themselves.
+
+Transformer Engine's modules and operations know how to be built on meta and to
+initialize themselves later, with quantized weights that no recording could make. So
+inside a constructor they are built on meta, as plain TE modules, and a mark in the
+recording keeps their place in the order of draws.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from deferred_init.record.paused import plain_torch
+from deferred_init.record.tensor import DeferredTensor
+
+__all__ = ["external_classes", "stand_aside"]
+
+_BASES = (
+    ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule"),
+    ("transformer_engine.pytorch.ops.op", "FusibleOperation"),
+)
+
+
+def external_classes() -> list[type]:
+    """Return the loaded classes that are built on meta inside a constructor.
+
+    These are all subclasses of Transformer Engine's bases that take a `device`.
+    """
+    found: dict[type, None] = {}
+    for module_name, name in _BASES:
+        base = getattr(sys.modules.get(module_name), name, None)
+        if base is not None:
+            for cls in _subclasses(base):
+                init = vars(cls).get("__init__")
+                if init is not None and "device" in inspect.signature(init).parameters:
+                    found[cls] = None
+    return list(found)
+
+
+def _subclasses(base: type) -> Iterator[type]:
+    """Yield a class and everything derived from it."""
+    yield base
+    for cls in base.__subclasses__():
+        yield from _subclasses(cls)
+
+
+def stand_aside(
+    init: Callable[..., None], active: Any
+) -> Callable[..., None]:
+    """Return an `__init__` that builds on meta, outside of the recording.
+
+    Args:
+        init: The class's own `__init__`.
+        active: Holds what this thread records, as `recorder`.
+    """
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def built_on_meta(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        recorder = active.recorder
+        if recorder is None:
+            init(self, *args, **kwargs)
+            return
+        bound = signature.bind(self, *args, **kwargs)
+        asked = bound.arguments.get("device")
+        if asked is not None and torch.device(asked).type not in ("cuda", "meta"):
+            init(self, *args, **kwargs)
+            return
+        own = asked is None or torch.device(asked).type != "meta"
+        bound.arguments["device"] = "meta"
+        active.recorder = None
+        try:
+            with plain_torch(), _default_device(recorder.recording.device):
+                init(*bound.args, **bound.kwargs)
+        finally:
+            active.recorder = recorder
+        if own:
+            for module in _children_first(self):
+                _mark(recorder.recording, module)
+
+    return built_on_meta
+
+
+def _children_first(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module's parts before the module: a part owns what a whole aliases."""
+    for child in module.children():
+        yield from _children_first(child)
+    yield module
+
+
+def _default_device(device: torch.device) -> AbstractContextManager[Any]:
+    """Name a default device, so that no code asks an absent GPU for its index."""
+    if device.type == "cuda" and not torch.cuda.is_available():
+        return torch.device("cuda", device.index or 0)
+    return nullcontext()
+
+
+def _mark(recording: Any, module: nn.Module) -> None:
+    """Mark the place of a module that has meta parameters of its own."""
+    fresh = [
+        p
+        for p in module._parameters.values()
+        if p is not None and p.is_meta and not isinstance(p, DeferredTensor)
+    ]
+    known = recording.external
+    fresh = [p for p in fresh if id(p) not in known]
+    if fresh:
+        known.update((id(p), p) for p in fresh)
+        recording.mark(module)
