@@ -242,7 +242,6 @@ def _report(
     findings: Sequence[Any],
     seconds: dict[str, float],
 ) -> Report:
-    reasons = {id(slot.tensor): reason for slot, reason in the_plan.unswappable}
     return Report(
         findings=tuple(findings),
         seconds=seconds,
@@ -252,7 +251,7 @@ def _report(
         notes=(*the_plan.notes, *workspace.notes),
         assumptions=the_plan.assumptions,
         rebound=tuple(
-            f"{slot.fqn}: {reasons.get(id(slot.tensor), 'replaced')}"
+            slot.fqn
             for slot in the_plan.inventory.slots
             if id(slot.tensor) in workspace.replaced
         ),

@@ -26,7 +26,6 @@ class Plan:
         steps: The work, in order.
         notes: Remarks for the report.
         assumptions: What had to be assumed about values or order.
-        unswappable: Tensors that cannot keep their identity, and why.
         final_bytes: Bytes of everything that will be made.
         scratch_bytes: The largest extra need of any single step.
     """
@@ -36,7 +35,6 @@ class Plan:
     steps: tuple[Step, ...]
     notes: tuple[str, ...]
     assumptions: tuple[str, ...]
-    unswappable: tuple[tuple[Slot, str], ...]
     final_bytes: int
     scratch_bytes: int
 
@@ -67,7 +65,6 @@ class Plan:
             ],
             "notes": list(self.notes),
             "assumptions": list(self.assumptions),
-            "rebound": [slot.fqn for slot, _ in self.unswappable],
         }
 
     def __str__(self) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from deferred_init.aliases import StorageGroup, byte_span
+from deferred_init.aliases import byte_span
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import allocator_for
@@ -13,11 +13,10 @@ from deferred_init.rng import canonical_name
 from deferred_init.slots import Inventory, Slot, SlotKind
 
 __all__ = [
+    "left_behind",
     "name_collisions",
     "unallocatable",
     "unclaimed",
-    "unswappable",
-    "views_within",
 ]
 
 
@@ -94,23 +93,22 @@ def name_collisions(inventory: Inventory) -> list[str]:
     ]
 
 
-def unswappable(inventory: Inventory) -> tuple[tuple[Slot, str], ...]:
-    """List tensors that cannot keep their identity, with the reason."""
+def left_behind(inventory: Inventory) -> tuple[str, ...]:
+    """Describe views and graphs outside the model that will stay without memory.
+
+    Python has no way to find them: a view in a local variable refers to the C++
+    tensor, not to the object whose contents are exchanged.
+    """
     found = []
     for slot in inventory.deferred:
         group = inventory.groups[id(slot.tensor)]
-        views = views_within(group, slot.tensor)
+        views = sum(
+            member is not slot.tensor
+            and member._is_view()
+            and member._base is slot.tensor
+            for member in group.members
+        )
         reason = swap_obstacle(slot.tensor, known_views=views)
-        if reason is not None:
-            found.append((slot, reason))
+        if reason is not None and "weak reference" not in reason:
+            found.append(f"`{slot.fqn}`: {reason}, and stays without memory")
     return tuple(found)
-
-
-def views_within(group: StorageGroup, tensor: Tensor) -> int:
-    """How many members of a group are autograd views of this member."""
-    if len(group.members) == 1:
-        return 0
-    return sum(
-        member is not tensor and member._is_view() and member._base is tensor
-        for member in group.members
-    )

@@ -24,10 +24,10 @@ from deferred_init.handlers.registry import (
 )
 from deferred_init.plan import Plan, final_dtype
 from deferred_init.plan_checks import (
+    left_behind,
     name_collisions,
     unallocatable,
     unclaimed,
-    unswappable,
 )
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
@@ -66,11 +66,10 @@ def make_plan(
         request=request,
         inventory=inventory,
         steps=steps,
-        notes=(),
+        notes=left_behind(inventory),
         assumptions=tuple(
             dict.fromkeys(text for step in steps for text in step.claim.assumptions)
         ),
-        unswappable=unswappable(inventory),
         final_bytes=sum(step.num_bytes for step in steps),
         scratch_bytes=max((step.claim.scratch_bytes for step in steps), default=0),
     )

@@ -11,6 +11,7 @@ it with the new C++ tensor (the setters of `_backward_hooks` and of
 
 from __future__ import annotations
 
+import copyreg
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -42,39 +43,53 @@ def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
     return "a view of it, or a graph that uses it, is alive" if extra > 0 else None
 
 
-def exchange(old: Tensor, new: Tensor, *, forced: bool = False) -> Callable[[], None]:
+def exchange(old: Tensor, new: Tensor) -> Callable[[], None]:
     """Give `old` the contents of `new`; `old` keeps its identity and what it carried.
+
+    Weak references, views and live graphs, for which `swap_tensors` refuses, do not
+    stop it: weak references stay right because the object stays, and whatever else
+    holds the old C++ tensor (a view kept in a local variable, an old graph) goes on
+    holding it and stays without memory. `swap_obstacle` tells of these beforehand.
 
     Args:
         old: The object that everybody holds.
         new: A freshly made tensor. Its own attributes win over carried ones of
             the same name (a quantized tensor keeps its data in attributes).
-        forced: Skip the check that nobody else uses the C++ tensors; right where
-            all views are exchanged together, and to undo.
 
     Returns:
         A function that undoes the exchange.
 
     Raises:
-        RuntimeError: If the tensors cannot be swapped; see `swap_obstacle`.
+        TypeError: If Python cannot exchange the two classes; nothing was changed.
     """
-    carried: dict[str, Any] = dict(old.__dict__)
+    saved: dict[str, Any] = dict(old.__dict__)
     made: dict[str, Any] = dict(new.__dict__)
-    # The twin leaves with the old contents; hooks fired on it would fire twice.
-    if forced:
-        _swap_unchecked(old, new)
-    else:
+    carried = _carried(old)
+    if swap_obstacle(old) is None and _same_slots(old, new):
         torch.utils.swap_tensors(old, new)
+    else:
+        _swap_unchecked(old, new)
     old.__dict__ = {**carried, **made}
     _reregister_hooks(old)
 
     def undo() -> None:
         _swap_unchecked(old, new)
-        old.__dict__ = carried
+        old.__dict__ = saved
         new.__dict__ = made
         _reregister_hooks(old)
 
     return undo
+
+
+def _carried(tensor: Tensor) -> dict[str, Any]:
+    """Return the attributes that stay; a class may keep its own internals out."""
+    own = getattr(type(tensor), "__carried_attributes__", None)
+    return dict(tensor.__dict__) if own is None else dict(own(tensor))
+
+
+def _same_slots(old: Tensor, new: Tensor) -> bool:
+    names = copyreg._slotnames  # type: ignore[attr-defined]
+    return set(names(type(old))) == set(names(type(new)))
 
 
 def _use_count(tensor: Tensor) -> int:

@@ -14,9 +14,8 @@ from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Request, Step
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.plan import final_dtype
-from deferred_init.plan_checks import views_within
 from deferred_init.poison import fill_poison
-from deferred_init.rebind import exchange, swap_obstacle
+from deferred_init.rebind import exchange
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
@@ -107,12 +106,16 @@ class ExecutionWorkspace:
         if tensor.dtype != dtype and allocator_for(tensor) is not None:
             tensor.data = tensor.data.to(dtype)
 
-    def _install(self, old: Tensor, new: Tensor, *, forced: bool = False) -> None:
-        """Swap, or where that is impossible replace the object in every slot."""
+    def _install(self, old: Tensor, new: Tensor) -> None:
+        """Exchange contents, or where that is impossible replace the object."""
         self._made.add(id(old))
-        if forced or swap_obstacle(old) is None:
-            self.undo.push(exchange(old, new, forced=forced))
-            return
+        try:
+            self.undo.push(exchange(old, new))
+        except TypeError:  # the two classes have different layouts
+            self._replace(old, new)
+
+    def _replace(self, old: Tensor, new: Tensor) -> None:
+        """Put a new object into every slot that holds the old one."""
         new.__dict__.update(old.__dict__)
         _copy_hooks(old, new)
         for slot in self._inventory.slots_of(old):
@@ -129,8 +132,7 @@ class ExecutionWorkspace:
         """Allocate one storage for all members and rebuild each on top of it.
 
         Bases come before views of them, so that autograd's view relation is
-        rebuilt too; all are exchanged together, which is why nobody outside may
-        hold a view (checked by `swap_obstacle` with the number of known views).
+        rebuilt too.
         """
         members = sorted(group.members, key=lambda member: member._is_view())
         block = torch.empty(
@@ -149,9 +151,7 @@ class ExecutionWorkspace:
             self._poison(data)
             made[id(member)] = dress(member, data)
         for member in members:
-            views = views_within(group, member)
-            forced = swap_obstacle(member, known_views=views) is None
-            self._install(member, made[id(member)], forced=forced)
+            self._install(member, made[id(member)])
 
     def _lend_scratch(self, step: Step) -> list[tuple[Slot, Tensor]]:
         """Replace what must not be written by scratch, for the time of one step."""

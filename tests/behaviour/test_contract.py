@@ -163,28 +163,65 @@ def test_a_tie_across_two_models_is_one_tensor() -> None:
     assert torch.equal(actor.weight, nn.Linear(3, 3).weight)
 
 
-def test_a_weakly_referenced_parameter_is_rebound_everywhere_and_reported() -> None:
+def test_a_weakly_referenced_parameter_keeps_its_identity() -> None:
     model = Tied("meta")
+    weight, reference = model.emb.weight, weakref.ref(model.emb.weight)
+    report = di.materialize(model, "cpu", seed=3)
+    assert report.ok
+    assert reference() is weight is model.emb.weight
+    assert not weight.is_meta
+
+
+def test_a_view_that_only_a_variable_holds_is_named_in_the_report() -> None:
+    model = Tied("meta")
+    weight, view = model.first.weight, model.first.weight[:2]
+    report = di.materialize(model, "cpu", seed=3)
+    assert model.first.weight is weight
+    assert view.is_meta
+    assert any(
+        "`first.weight`: a view of it" in note and "stays without memory" in note
+        for note in report.notes
+    )
+
+
+class Slotted(nn.Parameter):
+    """Its objects cannot take over another class."""
+
+    __slots__ = ("extra",)
+
+
+class Replaces(nn.Module):
+    """Its own init puts a parameter of another layout in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, device="meta"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        made = torch.ones(2, device=self.weight.device)
+        self.weight = Slotted(made) if not made.is_meta else self.weight
+        with torch.no_grad():
+            self.weight.fill_(1)
+
+
+def test_where_a_swap_is_impossible_every_holder_is_rebound_and_reported() -> None:
+    model = Replaces()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ema, by_name = [model.emb.weight], {"w": model.emb.weight}
-    reference = weakref.ref(model.emb.weight)
+    ema, by_name, held = [model.weight], {"w": model.weight}, model.weight
 
-    def closure(weight: nn.Parameter = model.first.weight) -> torch.Tensor:
-        return held.sum()
+    def closure() -> torch.Tensor:
+        return held
 
-    held = model.emb.weight
     report = di.materialize(
-        model, "cpu", optimizers=optimizer, holders=[ema, by_name, closure], seed=3
+        model, "cpu", optimizers=optimizer, holders=[ema, by_name, closure]
     )
     assert report.ok
-    new = model.emb.weight
-    assert not new.is_meta
-    assert new is model.head.weight is ema[0] is by_name["w"]
-    assert any(param is new for param in optimizer.param_groups[0]["params"])
-    assert closure().device.type == "cpu"
-    assert "emb.weight: a weak reference to it exists" in report.rebound
+    assert type(model.weight) is Slotted
+    assert model.weight is ema[0] is by_name["w"] is closure()
+    assert optimizer.param_groups[0]["params"][0] is model.weight
+    assert report.rebound == ("weight",)
     assert any("rebound holders[0][0]" in note for note in report.notes)
-    del reference
 
 
 def test_dtype_casts_as_module_to_would_after_eager_construction() -> None:

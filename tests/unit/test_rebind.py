@@ -62,6 +62,26 @@ def test_attributes_of_the_new_tensor_win() -> None:
     assert (param.shared, param.own) == ("new", 1)
 
 
+def test_weak_references_stay_right() -> None:
+    param = _meta_parameter()
+    reference = weakref.ref(param)
+    exchange(param, nn.Parameter(torch.ones(3)))
+    assert reference() is param
+    assert reference().tolist() == [1, 1, 1]
+
+
+def test_classes_that_cannot_be_exchanged_leave_both_as_they_were() -> None:
+    class Slotted(nn.Parameter):
+        __slots__ = ("extra",)
+
+    param, new = _meta_parameter(), Slotted(torch.ones(3))
+    with pytest.raises(TypeError):
+        exchange(param, new)
+    assert param.is_meta
+    assert type(param) is nn.Parameter
+    assert type(new) is Slotted
+
+
 def test_a_weak_reference_is_an_obstacle() -> None:
     param = _meta_parameter()
     assert swap_obstacle(param) is None
