@@ -1,0 +1,195 @@
+"""Every Hugging Face architecture, built on meta and materialized: right or refused.
+
+    python benchmarks/zoo_meta.py --out meta.jsonl
+    python benchmarks/zoo_meta.py --build empty_weights --rng by_name --sample 40
+    python benchmarks/zoo_meta.py --table meta.jsonl
+
+Status of a case: `equal` (every tensor, tie and the final generator state are those
+of eager construction), `ok` (every buffer and tie is; parameters have other random
+values), `refused` (by name, in the plan), `unbuildable` (eagerly, or on meta, so that
+there is nothing to do), and WRONG. Where eager construction yields a model that can
+run on made-up inputs, the other one has to run too, with the same loss if `equal` and
+with a finite one if `ok`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import copy
+import gc
+import json
+import logging
+import math
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import zoo  # noqa: E402
+from zoo_configs import iter_cases  # noqa: E402
+from zoo_step import train_step  # noqa: E402
+
+import deferred_init as di  # noqa: E402
+
+Build = Callable[[], nn.Module]
+
+
+def _on_meta(build: Build) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _empty_weights(build: Build, *, include_buffers: bool) -> nn.Module:
+    import accelerate
+
+    with accelerate.init_empty_weights(include_buffers=include_buffers):
+        return build()
+
+
+BUILDS: dict[str, Callable[[Build], nn.Module]] = {
+    "device": _on_meta,
+    "empty_weights": lambda build: _empty_weights(build, include_buffers=False),
+    "empty_all": lambda build: _empty_weights(build, include_buffers=True),
+    "to_meta": lambda build: build().to("meta"),
+    "deepcopy": lambda build: copy.deepcopy(_on_meta(build)),
+}
+
+
+def by_meta(
+    name: str, build: Build, *, limit_s: float, how: str = "device", rng: str = "eager"
+) -> zoo.Result:
+    """Build a case eagerly and on meta, materialize the latter, and compare."""
+    result = zoo.Result(name=name, status="equal")
+    with zoo._limit(limit_s):
+        zoo.seed_everything()
+        try:
+            eager = build()
+            state = torch.get_rng_state()
+            model = BUILDS[how](build)
+        except zoo.TooSlowError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an architecture's own trouble
+            result.status, result.cause = "unbuildable", zoo._cause(error)
+            return result
+        result.num_parameters = sum(p.numel() for p in eager.parameters())
+        zoo.seed_everything()
+        start = time.perf_counter()
+        try:
+            di.materialize(model, "cpu", seed=zoo.SEED, rng=rng, progress=False)
+        except di.PlanError as error:
+            result.status, result.cause = "refused", " ".join(str(error).split())
+            return result
+        except zoo.TooSlowError:
+            raise
+        except Exception as error:  # noqa: BLE001 - that is the finding
+            result.status, result.cause = "WRONG", zoo._cause(error)
+            return result
+        result.seconds["materialize"] = round(time.perf_counter() - start, 3)
+        found = zoo.differences(eager, model)
+        if rng == "eager" and not torch.equal(state, torch.get_rng_state()):
+            found.append("the final generator state differs")
+        _judge(result, eager, found)
+        if result.status != "WRONG":
+            _run(result, eager, model)
+    return result
+
+
+def _judge(result: zoo.Result, eager: nn.Module, found: list[str]) -> None:
+    """Other random values in parameters are not wrong; anything else is."""
+    names = {f"{prefix}.{name}" for prefix, m in eager.named_modules(
+        remove_duplicate=False) for name in m._parameters}  # fmt: skip
+    harmless = [
+        text
+        for text in found
+        if (text.split(": ")[0] in names and "values differ" in text)
+        or "generator state" in text
+    ]
+    if not found:
+        return
+    result.status = "ok" if len(harmless) == len(found) else "WRONG"
+    worse = [text for text in found if text not in harmless] or found
+    result.cause = f"{len(worse)}: " + "; ".join(worse[:4])
+
+
+def _run(result: zoo.Result, eager: nn.Module, model: nn.Module) -> None:
+    """Compare one training step."""
+    expected, reason = train_step(eager)
+    if expected is None or not math.isfinite(expected):
+        result.cause = result.cause or f"not run: {reason or expected}"
+        return
+    loss, reason = train_step(model)
+    same = loss == expected if result.status == "equal" else True
+    if loss is None or not math.isfinite(loss) or not same:
+        result.status = "WRONG"
+        result.cause = f"loss {loss} {reason}, expected {expected}"
+    result.seconds["loss"] = expected
+
+
+def main() -> int:
+    """Run the cases, or print the table of earlier results."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--table", type=Path)
+    parser.add_argument("--build", choices=sorted(BUILDS), default="device")
+    parser.add_argument("--rng", choices=("eager", "by_name"), default="eager")
+    parser.add_argument("--only", default="")
+    parser.add_argument("--sample", type=int, default=0)
+    parser.add_argument("--limit", type=float, default=60.0, help="seconds a case")
+    args = parser.parse_args()
+    if args.table:
+        return _table(args.table)
+    warnings.simplefilter("ignore")
+    logging.disable(logging.ERROR)
+    torch.set_num_threads(1)
+    # Uninitialized memory becomes NaN, so that it can be compared.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    cases = [(f"{kind}/{name}", build) for name, build, kind in iter_cases()]
+    cases = [case for case in cases if args.only in case[0]]
+    if args.sample:
+        cases = cases[:: max(1, len(cases) // args.sample)]
+    done = zoo._names_in(args.out) if args.out else set()
+    counts: Counter[str] = Counter()
+    with args.out.open("a") if args.out else contextlib.nullcontext(sys.stdout) as file:
+        for name, build in cases:
+            if name in done:
+                continue
+            try:
+                result = by_meta(
+                    name, build, limit_s=args.limit, how=args.build, rng=args.rng
+                )
+            except zoo.TooSlowError:
+                result = zoo.Result(name=name, status="timeout")
+            counts[result.status] += 1
+            print(json.dumps(asdict(result)), file=file, flush=True)
+            gc.collect()
+    print(dict(counts))
+    return 1 if counts["WRONG"] else 0
+
+
+def _table(path: Path) -> int:
+    results = [json.loads(line) for line in path.read_text().splitlines()]
+    counts = Counter(r["status"] for r in results)
+    ran = sum("loss" in r["seconds"] for r in results)
+    print("| status | cases |\n|---|---|")
+    for status, count in counts.most_common():
+        print(f"| {status} | {count} |")
+    print(f"\n{ran} of them ran one training step, with a finite loss.\n")
+    print("| case | status | cause |\n|---|---|---|")
+    for r in results:
+        if r["status"] != "equal":
+            print(f"| {r['name']} | {r['status']} | {r['cause'].replace('|', '/')} |")
+    return 1 if counts["WRONG"] else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
