@@ -96,7 +96,7 @@ def _add_demo(commands: Any) -> None:
     )
     parser.add_argument("--device", help="default: a GPU when there is one")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
-    for name, default in (("steps", 3), ("batch", 2), ("seq", 64)):
+    for name, default in (("steps", 3), ("batch", 1), ("seq", 64)):
         parser.add_argument(
             f"--{name}", type=_positive, default=default, help=f"default: {default}"
         )

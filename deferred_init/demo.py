@@ -40,7 +40,7 @@ class DemoOptions:
     device: str | None = None
     seed: int = 0
     num_steps: int = 3
-    batch_size: int = 2
+    batch_size: int = 1
     sequence_length: int = 64
     config: tuple[tuple[str, int], ...] = ()
 
@@ -146,18 +146,23 @@ def _train(
     losses = []
     for _ in range(options.num_steps):
         optimizer.zero_grad()
-        loss = model(input_ids=tokens, labels=tokens).loss
+        loss = _next_token_loss(model, tokens)
         loss.backward()
         optimizer.step()
-        losses.append(float(loss))
+        losses.append(loss.item())
     with torch.no_grad():
-        losses.append(float(model(input_ids=tokens, labels=tokens).loss))
+        losses.append(_next_token_loss(model, tokens).item())
     untrained = [n for n, p in model.named_parameters() if _checksum(p) == before[n]]
     return losses, untrained
 
 
+def _next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
+    logits = model(input_ids=tokens).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
 def _checksum(tensor: Tensor) -> float:
-    return float(tensor.detach().double().abs().sum())
+    return tensor.detach().abs().sum(dtype=torch.float64).item()
 
 
 def _generator_state(device: torch.device) -> Tensor:
