@@ -369,7 +369,9 @@ def _names_in(path: Path) -> set[str]:
 def table(args: argparse.Namespace) -> int:
     """Print what result files hold: the counts, and each exception with its cause."""
     results = [
-        json.loads(line) for path in args.files for line in path.read_text().splitlines()
+        json.loads(line)
+        for path in args.files
+        for line in path.read_text().splitlines()
     ]
     counts = Counter((r["name"].partition("/")[0], r["status"]) for r in results)
     print("| set | status | cases |\n|---|---|---|")

@@ -62,8 +62,11 @@ classes are left to themselves inside a constructor; each leaves a `Mark` whose
 
 from deferred_init.record.construct import deferred_init, is_deferred, recording_of
 from deferred_init.record.convert import deepcopy as _deepcopy
+from deferred_init.record.defer import defer
 from deferred_init.record.early import early_value
+from deferred_init.record.external import place_of
 from deferred_init.record.graph import Mark, Node, Recording, Storage, Value
+from deferred_init.record.grads import recompute
 from deferred_init.record.materialize import (
     become,
     deferred_tensors,
@@ -92,6 +95,7 @@ __all__ = [
     "Storage",
     "Value",
     "become",
+    "defer",
     "deferred_init",
     "deferred_tensors",
     "dressed",
@@ -100,7 +104,9 @@ __all__ = [
     "is_deferred",
     "materialize_module",
     "materialize_tensor",
+    "place_of",
     "realize",
+    "recompute",
     "recording_of",
     "user_attributes",
     "value_of",

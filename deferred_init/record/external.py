@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,7 +22,9 @@ from torch import nn
 from deferred_init.record.paused import plain_torch
 from deferred_init.record.tensor import DeferredTensor
 
-__all__ = ["external_classes", "stand_aside"]
+__all__ = ["external_classes", "place_of", "stand_aside"]
+
+_places: WeakKeyDictionary[nn.Module, tuple[Any, int]] = WeakKeyDictionary()
 
 _BASES = (
     ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule"),
@@ -52,9 +55,7 @@ def _subclasses(base: type) -> Iterator[type]:
         yield from _subclasses(cls)
 
 
-def stand_aside(
-    init: Callable[..., None], active: Any
-) -> Callable[..., None]:
+def stand_aside(init: Callable[..., None], active: Any) -> Callable[..., None]:
     """Return an `__init__` that builds on meta, outside of the recording.
 
     Args:
@@ -114,4 +115,9 @@ def _mark(recording: Any, module: nn.Module) -> None:
     fresh = [p for p in fresh if id(p) not in known]
     if fresh:
         known.update((id(p), p) for p in fresh)
-        recording.mark(module)
+        _places[module] = (recording, recording.mark(module).index)
+
+
+def place_of(module: nn.Module) -> tuple[Any, int] | None:
+    """Return the recording in which a module has its mark, and the mark's index."""
+    return _places.get(module)

@@ -302,6 +302,7 @@ class Recording:
         result: What the constructor returned.
         timelines: Generator states met by replays, per device.
         watch: Notices reseeding while the constructor runs.
+        made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
     """
@@ -320,6 +321,7 @@ class Recording:
         self.default_stream = Stream(None)
         self.watch: Any = None
         self.borrowed: dict[int, Any] = {}
+        self.made: dict[str, Value] = {}
         self.external: dict[int, Tensor] = {}
 
     @property
@@ -333,6 +335,28 @@ class Recording:
             node = Mark(len(self.nodes), payload)
             self.nodes.append(node)
         return node
+
+    def start_from_here(self, device: torch.device) -> Callable[[], None]:
+        """Take the default generators' present states for those of the beginning.
+
+        Args:
+            device: The device of the replay; its generator counts beside the CPU's.
+
+        Returns:
+            A function that puts the recorded states back.
+        """
+        saved = (self.cpu_start, dict(self.cuda_starts), dict(self.timelines))
+        self.cpu_start = torch.default_generator.get_state()
+        self.cuda_starts.clear()
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            self.cuda_starts[device.index] = state
+        self.timelines.clear()
+
+        def restore() -> None:
+            self.cpu_start, self.cuda_starts, self.timelines = saved
+
+        return restore
 
     def stream_on(self, device: torch.device | None) -> Stream:
         """Return the default stream of a device (`None`: of the replay's)."""

@@ -82,6 +82,7 @@ def materialize_module(
     for name, tensor in named.items():
         groups.setdefault(value_of(tensor).recording, {})[name] = tensor
     for recording, members in groups.items():
+        recording.made.update((n, value_of(t)) for n, t in members.items())
         everything = not buffers_only and check_fn is None
         whole = everything and recording.result is module
         _materialize(recording, members, device, whole=whole)

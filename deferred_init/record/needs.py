@@ -2,85 +2,136 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import heapq
+from bisect import bisect_left
+from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
 from deferred_init.record.graph import Node, Recording, Storage, Value
 
-__all__ = ["Needs", "needed_nodes"]
+__all__ = ["Needs", "all_needs", "needs_of"]
 
 
 class Needs(NamedTuple):
     """What a replay has to run for some values.
 
     Attributes:
-        needed: One byte per node, 1 if it has to be run.
+        nodes: The nodes that have to be run, in recorded order.
         last: For a node, the values that nothing later uses and nobody wants.
         ready: For a node, the wanted values whose storage nothing later touches.
     """
 
-    needed: bytearray
+    nodes: list[Node]
     last: dict[int, list[Value]]
     ready: dict[int, list[Value]]
 
 
-def needed_nodes(recording: Recording, wanted: Collection[Value], end: int) -> Needs:
-    """Walk the recording backwards from `end` and mark what `wanted` depends on.
+class _Walk:
+    """A walk backwards over a recording that collects what some values depend on.
 
-    Args:
-        recording: The recording.
-        wanted: The values to be computed.
-        end: Only nodes before this index count.
-
-    Returns:
-        What has to be run, and when values can be let go of or handed over.
+    Attributes:
+        live: Values that a later node uses or somebody wants.
+        contents: Storages whose contents matter to what comes later.
     """
-    nodes = recording.nodes
-    needed = bytearray(end)
-    live: set[Value] = set(wanted)
-    contents: set[Storage] = {value.storage for value in wanted}
-    last: dict[int, list[Value]] = {}
-    ready: dict[int, list[Value]] = {}
-    pending: dict[Storage, list[Value]] = {}
-    for value in wanted:
-        pending.setdefault(value.storage, []).append(value)
-    used: set[Value] = set(wanted)
-    for index in range(end - 1, -1, -1):
-        node = nodes[index]
-        if not _is_needed(node, live, contents):
-            continue
-        needed[index] = 1
+
+    def __init__(self, wanted: Collection[Value]) -> None:
+        self.live: set[Value] = set(wanted)
+        self.contents: set[Storage] = {value.storage for value in wanted}
+        self.needs = Needs([], {}, {})
+        self._used: set[Value] = set(wanted)
+        self._pending: dict[Storage, list[Value]] = {}
+        for value in wanted:
+            self._pending.setdefault(value.storage, []).append(value)
+
+    def is_needed(self, node: Node) -> bool:
+        """Whether a node made a live value or wrote to a storage that matters."""
+        live = self.live
+        for out in node.outs:
+            if out is not None and out in live:
+                return True
+        contents = self.contents
+        return any(storage in contents for storage in node.writes)
+
+    def take(self, node: Node) -> list[Value]:
+        """Note a needed node and return the values that it reads."""
+        used, needs = self._used, self.needs
+        needs.nodes.append(node)
         overwritten = node.overwrites
         if overwritten is not None and overwritten.covers_storage():
-            contents.discard(overwritten.storage)
+            self.contents.discard(overwritten.storage)
         done = [out for out in node.outs if out is not None and out not in used]
         used.update(done)
-        for value in node.reads:
+        reads = node.reads
+        for value in reads:
             if value not in used:
                 used.add(value)
                 done.append(value)
-            live.add(value)
+            self.live.add(value)
             if value is not overwritten:
-                contents.add(value.storage)
+                self.contents.add(value.storage)
         if done:
-            last[index] = done
-        if pending:
-            final = [v for s in _touched(node) for v in pending.pop(s, ())]
-            if final:
-                ready[index] = final
-    return Needs(needed, last, ready)
+            needs.last[node.index] = done
+        if self._pending:
+            self._note_ready(node, reads)
+        return reads
+
+    def _note_ready(self, node: Node, reads: list[Value]) -> None:
+        """Note the wanted values whose storage this node is the last to touch."""
+        touched = [*(out for out in node.outs if out is not None), *reads]
+        pop = self._pending.pop
+        final = [value for other in touched for value in pop(other.storage, ())]
+        if final:
+            self.needs.ready[node.index] = final
 
 
-def _touched(node: Node) -> list[Storage]:
-    """Return the storages that a node makes, reads or writes."""
-    found = [value.storage for value in node.reads]
-    found.extend(out.storage for out in node.outs if out is not None)
-    return found
+def all_needs(recording: Recording, wanted: Collection[Value], end: int) -> Needs:
+    """Find what many values need, by walking all nodes before `end`."""
+    walk = _Walk(wanted)
+    for node in reversed(recording.nodes[:end]):
+        if walk.is_needed(node):
+            walk.take(node)
+    walk.needs.nodes.reverse()
+    return walk.needs
 
 
-def _is_needed(node: Node, live: set[Value], contents: set[Storage]) -> bool:
-    """Whether a node made a live value or wrote to a storage that matters."""
-    for out in node.outs:
-        if out is not None and out in live:
-            return True
-    return any(storage in contents for storage in node.writes)
+def needs_of(recording: Recording, wanted: Collection[Value], end: int) -> Needs:
+    """Find what few values need, by visiting only nodes that may matter."""
+    walk = _Walk(wanted)
+    nodes = recording.nodes
+    heap: list[int] = []
+    queued: set[int] = set()
+
+    def consider(index: int) -> None:
+        if index not in queued:
+            queued.add(index)
+            heapq.heappush(heap, -index)
+
+    for value in wanted:
+        for index in _origins(value, end):
+            consider(index)
+    while heap:
+        node = nodes[-heapq.heappop(heap)]
+        for storage in node.writes:
+            before = _last_writer(storage, node.index)
+            if before is not None:
+                consider(before)
+        if walk.is_needed(node):
+            for value in walk.take(node):
+                for index in _origins(value, node.index):
+                    consider(index)
+    walk.needs.nodes.reverse()
+    return walk.needs
+
+
+def _origins(value: Value, end: int) -> Iterator[int]:
+    """Yield the node that made a value and the last one that wrote to its storage."""
+    yield value.node
+    last = _last_writer(value.storage, end)
+    if last is not None:
+        yield last
+
+
+def _last_writer(storage: Storage, end: int) -> int | None:
+    """Return the last node before `end` that wrote to a storage."""
+    at = bisect_left(storage.writers, end)
+    return storage.writers[at - 1] if at else None

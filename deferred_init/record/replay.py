@@ -24,7 +24,7 @@ from deferred_init.record.graph import (
     Stream,
     Value,
 )
-from deferred_init.record.needs import needed_nodes
+from deferred_init.record.needs import Needs, all_needs, needs_of
 from deferred_init.record.paused import plain_torch
 from deferred_init.record.problems import ReplayError
 from deferred_init.record.timeline import Generators, Timeline, seeded_state
@@ -66,14 +66,13 @@ class Replay:
         self._before_random = before_random
         self._end = len(recording.nodes)
         self._wanted = set(wanted)
-        self._needs = needed_nodes(recording, self._wanted, self._end)
+        self._plan: Needs | None = None
+        self._needed: set[int] = set()
         self._env: dict[Value, Tensor] = {}
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
         self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
-        self._rewinds = {
-            node.position for node in recording.nodes if isinstance(node, Rewind)
-        }
+        self._rewinds: set[int] = set()
 
     # -- in the recorded order ------------------------------------------------------
 
@@ -94,12 +93,12 @@ class Replay:
             ReplayError: If an operation fails; nothing is put back.
         """
         stop = self._end if upto is None else getattr(upto, "index", upto)
-        self._begin()
+        needs = self._begin()
         with plain_torch(), torch.no_grad():
             for node in self.recording.nodes[self._position : stop]:
-                self._step(node)
+                self._step(node, needs)
                 if on_ready is not None:
-                    for value in self._needs.ready.get(node.index, ()):
+                    for value in needs.ready.get(node.index, ()):
                         on_ready(value, self._env.pop(value))
         self._position = max(self._position, stop)
 
@@ -163,11 +162,17 @@ class Replay:
             if stream.start is not None and torch.equal(here, stream.start):
                 generator.set_state(self.generators.of(stream).get_state())
 
-    def _begin(self) -> None:
-        """Give every generator its starting state, once."""
+    def _begin(self) -> Needs:
+        """Find what is needed and give every generator its starting state, once."""
+        if self._plan is None:
+            self._plan = all_needs(self.recording, self._wanted, self._end)
+            self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
-            return
+            return self._plan
         self._found = {}
+        self._rewinds = {
+            node.position for node in self.recording.nodes if isinstance(node, Rewind)
+        }
         streams = [self.recording.default_stream, *self.recording.streams.values()]
         for stream in streams:
             generator = self.generators.of(stream)
@@ -182,17 +187,18 @@ class Replay:
                 generator.set_state(start)
         if 0 in self._rewinds:
             self._save(0)
+        return self._plan
 
-    def _step(self, node: Node) -> None:
+    def _step(self, node: Node, needs: Needs) -> None:
         """Run one node, draw its numbers only, or skip it."""
         index = node.index
         if node.stream is not None and self._before_random is not None:
-            if self._needs.needed[index]:
+            if index in self._needed:
                 self._seed(node)
-                self._execute(node, self._env, self._needs.last)
+                self._execute(node, self._env, needs.last)
             return
-        if self._needs.needed[index]:
-            self._execute(node, self._env, self._needs.last)
+        if index in self._needed:
+            self._execute(node, self._env, needs.last)
         elif node.stream is not None:
             self.draw_only(node)
         elif isinstance(node, (Reseed, Rewind)) and self._before_random is None:
@@ -243,14 +249,12 @@ class Replay:
     def values(self, values: Sequence[Value], upto: int | None = None) -> list[Tensor]:
         """Compute several values together, so that shared storage stays shared."""
         end = len(self.recording.nodes) if upto is None else upto
-        needs = needed_nodes(self.recording, set(values), end)
+        needs = needs_of(self.recording, set(values), end)
         env: dict[Value, Tensor] = {}
         found = self._default_states()
         try:
             with plain_torch(), torch.no_grad():
-                for node in self.recording.nodes[:end]:
-                    if not needs.needed[node.index]:
-                        continue
+                for node in needs.nodes:
                     if node.stream is not None:
                         if self._before_random is not None:
                             self._seed(node)

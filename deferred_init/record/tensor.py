@@ -62,6 +62,7 @@ class _Late:
     to: Callable[..., Tensor]
     deepcopy: Callable[..., Tensor]
     early_value: Callable[[Value], Tensor]
+    defer_in_place: Callable[[Tensor, Value], None]
 
 
 late = _Late()
@@ -204,6 +205,10 @@ class DeferredTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         array = self.detach().numpy()
         return array if dtype is None else array.astype(dtype)
+
+    def __carried_attributes__(self) -> dict[str, Any]:
+        """Return the attributes that stay when the object becomes real."""
+        return user_attributes(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return late.deepcopy(self, memo)
