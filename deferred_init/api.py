@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
-from deferred_init.errors import AuditError, PlanError
+from deferred_init.errors import AuditError
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import load_handlers, refreshers
@@ -49,6 +49,7 @@ def materialize(
     strict: bool = True,
     progress: bool | None = None,
     dtype: torch.dtype | None = None,
+    values_from: str | None = None,
 ) -> Report:
     """Give memory and values to everything in a model that has none, and prove it.
 
@@ -81,6 +82,8 @@ def materialize(
             takes longer than a second.
         dtype: Cast floating-point parameters and buffers to this, as `model.to`
             would after eager construction.
+        values_from: `"cpu"` replays a recorded model on the CPU and moves each
+            tensor over, for the values of eager construction on the CPU.
 
     Returns:
         The report; `print(report)` shows it.
@@ -102,12 +105,20 @@ def materialize(
     """
     started = time.perf_counter()
     models, opts, held = as_models(model), as_optimizers(optimizers), tuple(holders)
-    request = make_request(device, recipe, rng=rng, verify=verify, dtype=dtype)
+    request = make_request(
+        device,
+        recipe,
+        rng=rng,
+        verify=verify,
+        dtype=dtype,
+        seed=seed,
+        values_from=values_from,
+    )
     inventory = _look(models)
     the_plan = _plan(inventory, request, opts)
     before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
-    execution, workspace = _execute(the_plan, opts, held, seed, progress)
+    execution, workspace = _execute(the_plan, opts, held, progress)
     executed = time.perf_counter()
     findings = run_audit(
         models,
@@ -134,6 +145,7 @@ def plan(
     recipe: object = None,
     *,
     optimizers: Optimizer | Iterable[Optimizer] = (),
+    seed: int | None = None,
     rng: str = "eager",
     verify: str = "fast",
     dtype: torch.dtype | None = None,
@@ -155,7 +167,13 @@ def plan(
         40
     """
     request = make_request(
-        device, recipe, rng=rng, verify=verify, dtype=dtype, must_exist=False
+        device,
+        recipe,
+        rng=rng,
+        verify=verify,
+        dtype=dtype,
+        seed=seed,
+        must_exist=False,
     )
     return _plan(_look(as_models(model)), request, as_optimizers(optimizers))
 
@@ -204,25 +222,18 @@ def _execute(
     the_plan: Plan,
     optimizers: tuple[Optimizer, ...],
     holders: tuple[Any, ...],
-    seed: int | None,
     progress: bool | None,
 ) -> tuple[Execution, ExecutionWorkspace]:
     """Run the plan, then rebind; all of it or nothing."""
     request = the_plan.request
-    if request.rng == "by_name" and seed is None:
-        raise PlanError('rng="by_name" needs a seed: pass seed=<int>')
     generators = GeneratorSnapshot(request.device)
     workspace = ExecutionWorkspace(the_plan.inventory, request)
     with (
         all_or_nothing(workspace, generators),
         progress_bar(the_plan, progress) as on_step,
     ):
-        if seed is not None and request.rng == "eager" and the_plan.steps:
-            seed_all(seed, request.device)
-        named = request.rng == "by_name"
-        policy = ByName(seed or 0, request.device) if named else Eager()
-        execution = run_steps(the_plan, workspace, policy, on_step)
-        if named:
+        execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
+        if request.rng == "by_name":
             generators.restore()
         for text in fill_optimizer_state(optimizers, workspace.on_undo):
             workspace.note(f"made {text}")
@@ -233,6 +244,17 @@ def _execute(
         ):
             workspace.note(f"rebound {place}")
     return execution, workspace
+
+
+def _policy(the_plan: Plan) -> Eager | ByName:
+    """Return the RNG policy; an eager one begins with the seed."""
+    request = the_plan.request
+    if request.rng == "by_name":
+        assert request.seed is not None, "checked by make_request"
+        return ByName(request.seed, request.device)
+    if request.seed is not None and the_plan.steps:
+        seed_all(request.seed, request.device)
+    return Eager()
 
 
 def _report(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deferred_init.errors import MaterializeError
-from deferred_init.handlers.protocol import Step
+from deferred_init.handlers.protocol import Order, Session, SessionInitializer, Step
 from deferred_init.plan import Plan
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot
 from deferred_init.slots import Slot
@@ -79,12 +79,14 @@ def run_steps(
     execution = Execution()
     last_writers = _last_writers(plan)
     device = plan.request.device
+    sessions = _Sessions(plan, workspace)
     with _environment(device), _peak(device, execution):
         for step in plan.steps:
             start = time.perf_counter()
             try:
+                sessions.advance_before(step)
                 with policy.step(step):
-                    step.initializer.run(step, workspace)
+                    sessions.run(step)
                 for slot in last_writers.get(step.index, ()):
                     workspace.finish(slot)
             except Exception as error:
@@ -96,7 +98,42 @@ def run_steps(
                 ) from error
             execution.seconds[step.index] = time.perf_counter() - start
             on_step(step)
+        sessions.advance_all(None)
     return execution
+
+
+class _Sessions:
+    """The initializers that keep something open from their first to the last step."""
+
+    def __init__(self, plan: Plan, workspace: ExecutionWorkspace) -> None:
+        self._workspace = workspace
+        self._open: dict[int, Session] = {}
+        by_initializer: dict[int, list[Step]] = {}
+        for step in plan.steps:
+            by_initializer.setdefault(id(step.initializer), []).append(step)
+        for steps in by_initializer.values():
+            initializer = steps[0].initializer
+            if isinstance(initializer, SessionInitializer):
+                self._open[id(initializer)] = initializer.session(steps, workspace)
+
+    def advance_before(self, step: Step) -> None:
+        """Let the sessions draw what eager drew before another one's step."""
+        for key, session in self._open.items():
+            if key != id(step.initializer):
+                session.advance(step.order)
+
+    def advance_all(self, order: Order | None) -> None:
+        """Let all sessions go on to a place in the order; None for the end."""
+        for session in self._open.values():
+            session.advance(order)
+
+    def run(self, step: Step) -> None:
+        """Run a step by its session, or by its initializer alone."""
+        session = self._open.get(id(step.initializer))
+        if session is None:
+            step.initializer.run(step, self._workspace)
+        else:
+            session.run(step)
 
 
 def _last_writers(plan: Plan) -> dict[int, list[Slot]]:

@@ -12,12 +12,14 @@ from deferred_init.errors import PlanError
 from deferred_init.handlers.protocol import (
     Claim,
     Initializer,
+    Order,
     Request,
     Step,
     TreeInitializer,
 )
 from deferred_init.handlers.registry import (
     allocator_for,
+    construction_order,
     has_user_rule,
     initializers_for,
     last_initializers,
@@ -32,6 +34,8 @@ from deferred_init.plan_checks import (
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["make_plan"]
+
+_WALK_ORDER: Order = (2**61, 0)
 
 
 def make_plan(
@@ -84,6 +88,8 @@ class _Claims:
         self.claimed: set[int] = set()
         self._trees: dict[int, tuple[Initializer, Claim]] = {}
         self._covered: set[int] = set()
+        self._settled: set[int] = set()
+        self._open: set[int] = set()
         self._inventory = inventory
         self._request = request
 
@@ -124,14 +130,26 @@ class _Claims:
         for initializer in asked:
             if not owner and not initializer.composite:
                 continue
+            if initializer not in last_initializers() and self._is_settled(site):
+                continue
             claim = initializer.claim(site, self._pending(site), self._request)
             if claim is not None:
                 self._take(site, initializer, claim)
+        if not self._is_settled(site):
+            self._open.add(id(site))
+
+    def _is_settled(self, site: ModuleSite) -> bool:
+        """Whether nothing at or below a module is open to ordinary initializers."""
+        own = (id(slot.tensor) in self._settled for slot in site.slots if slot.deferred)
+        return all(own) and not any(id(child) in self._open for child in site.children)
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
         self.problems.extend(claim.problems)
         claim = self._normalize(claim)
-        self.claimed.update(id(slot.tensor) for slot in claim.slots)
+        made = [id(slot.tensor) for slot in claim.slots]
+        self.claimed.update(made)
+        if claim.settled:
+            self._settled.update(made)
         if not claim.problems:
             self.found.append((site, initializer, claim))
 
@@ -173,9 +191,13 @@ def _ordered_steps(
     inventory: Inventory,
     request: Request,
 ) -> tuple[Step, ...]:
-    """Put claims that know their order into it, after those that do not."""
+    """Put claims that know their order into it, before those that do not."""
+    placed = [
+        (claim.order or construction_order(site.module), site, initializer, claim)
+        for site, initializer, claim in found
+    ]
     ordered = sorted(
-        enumerate(found), key=lambda item: (item[1][2].order or 0, item[0])
+        enumerate(placed), key=lambda item: (item[1][0] or _WALK_ORDER, item[0])
     )
     counted: set[int] = set()
     return tuple(
@@ -187,8 +209,9 @@ def _ordered_steps(
             num_bytes=sum(
                 _new_bytes(slot, inventory, request, counted) for slot in claim.slots
             ),
+            order=order,
         )
-        for index, (_, (site, initializer, claim)) in enumerate(ordered)
+        for index, (_, (order, site, initializer, claim)) in enumerate(ordered)
     )
 
 

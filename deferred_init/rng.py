@@ -23,7 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deferred_init.aliases import storage_key
 from deferred_init.handlers.protocol import Step
 
-__all__ = ["ByName", "Eager", "GeneratorSnapshot", "canonical_name", "seed_all"]
+__all__ = ["ByName", "Eager", "GeneratorSnapshot"]
+__all__ += ["canonical_name", "seed_all", "seed_for_name"]
 
 POLICIES = ("eager", "by_name")
 _WRAPPERS = frozenset(
@@ -66,6 +67,15 @@ def seed_all(seed: int, device: torch.device) -> None:
             torch.get_device_module(device).manual_seed(seed)
 
 
+def seed_for_name(seed: int, name: str, ordinal: int) -> int:
+    """Return the seed for the n-th random operation on the tensor of a name.
+
+    The first 63 bits of SHA-256 over `"{seed}:{name}:{ordinal}"`, little-endian.
+    """
+    digest = hashlib.sha256(f"{seed}:{name}:{ordinal}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") & 0x7FFF_FFFF_FFFF_FFFF
+
+
 class Eager:
     """Leave the stream alone: the order of the steps is what makes it right."""
 
@@ -80,8 +90,7 @@ class Eager:
 class ByName:
     """Seed before each random operation, from the seed and the tensor's name.
 
-    The seed of the n-th random operation on a tensor is the first 8 bytes of
-    SHA-256 over `"{seed}:{name}:{n}"`. Operations on temporaries (the QR input of
+    See `seed_for_name`. Operations on temporaries (the QR input of
     `orthogonal_`) count for the module, under its name.
 
     Args:
@@ -103,9 +112,7 @@ class ByName:
             yield
 
     def _seed_for(self, name: str, ordinal: int) -> None:
-        text = f"{self._seed}:{name}:{ordinal}".encode()
-        value = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
-        seed_all(value & 0x7FFF_FFFF_FFFF_FFFF, self._device)
+        seed_all(seed_for_name(self._seed, name, ordinal), self._device)
 
 
 class _SeedingMode(TorchDispatchMode):

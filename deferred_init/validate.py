@@ -59,6 +59,8 @@ def make_request(
     rng: str,
     verify: str,
     dtype: torch.dtype | None,
+    seed: int | None = None,
+    values_from: str | None = None,
     must_exist: bool = True,
 ) -> Request:
     """Turn arguments into a request.
@@ -69,6 +71,8 @@ def make_request(
         rng: Name of a policy.
         verify: `"fast"` or `"full"`.
         dtype: A floating-point dtype, or None.
+        seed: Needed by `rng="by_name"`.
+        values_from: None or `"cpu"`.
         must_exist: Whether the device has to be there; False to plan elsewhere.
 
     Raises:
@@ -79,6 +83,10 @@ def make_request(
         raise ValueError(f"rng must be one of {POLICIES}, found {rng!r}")
     if verify not in _VERIFY:
         raise ValueError(f"verify must be one of {_VERIFY}, found {verify!r}")
+    if values_from not in (None, "cpu"):
+        raise ValueError(f"values_from must be None or 'cpu', found {values_from!r}")
+    if rng == "by_name" and seed is None and must_exist:
+        raise ValueError('rng="by_name" needs a seed: pass seed=<int>')
     if dtype is not None and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):
@@ -89,6 +97,8 @@ def make_request(
         dtype=dtype,
         rng=rng,
         verify=verify,
+        seed=seed,
+        values_from=values_from,
     )
 
 

@@ -25,7 +25,13 @@ from torch import Tensor, nn
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
-__all__ += ["TreeInitializer", "Workspace"]
+__all__ += ["LAST", "Order", "Session", "SessionInitializer", "TreeInitializer"]
+__all__ += ["Workspace"]
+
+
+Order = tuple[int, int]
+LAST: Order = (2**62, 0)
+"""Sorts after everything, whether its place is known or not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +44,9 @@ class Request:
         dtype: Overrides the dtype of floating-point tensors, or None.
         rng: Name of the RNG policy: `"eager"` or `"by_name"`.
         verify: `"fast"` or `"full"`.
+        seed: The seed, or None to go on with the generators as they are.
+        values_from: `"cpu"` to replay recordings on the CPU whatever the target;
+            None replays them on the target.
     """
 
     device: torch.device
@@ -45,6 +54,8 @@ class Request:
     dtype: torch.dtype | None = None
     rng: str = "eager"
     verify: str = "fast"
+    seed: int | None = None
+    values_from: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,9 @@ class Claim:
             `PlanError`. A claim with problems is never run.
         scratch_bytes: Extra bytes on the device while it runs.
         order: Sort key for claims that know their place in construction order
-            (recordings); None keeps the order of the walk.
+            (recordings); None keeps the order of the walk, after those.
+        settled: Nobody but initializers registered to come last may write these
+            slots again, or is asked about modules that have no others.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -70,7 +83,8 @@ class Claim:
     assumptions: tuple[str, ...] = ()
     problems: tuple[str, ...] = ()
     scratch_bytes: int = 0
-    order: int | None = None
+    order: Order | None = None
+    settled: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -83,6 +97,7 @@ class Step:
         initializer: Who runs it.
         claim: What it makes and writes.
         num_bytes: Bytes of the tensors that it makes, on the device, when final.
+        order: Its place in construction order, where that is known.
     """
 
     index: int
@@ -90,6 +105,7 @@ class Step:
     initializer: Initializer
     claim: Claim
     num_bytes: int
+    order: Order | None = None
 
 
 class Workspace(Protocol):
@@ -179,6 +195,30 @@ class Initializer(Protocol):
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Make what was claimed."""
+        ...
+
+
+class Session(Protocol):
+    """What an initializer keeps open while a plan is executed."""
+
+    def run(self, step: Step) -> None:
+        """Make what was claimed; steps come in the planned order."""
+        ...
+
+    def advance(self, order: Order | None) -> None:
+        """Draw everything that eager drew before this place in the order.
+
+        Called before a step of another initializer; None stands for the end.
+        """
+        ...
+
+
+@runtime_checkable
+class SessionInitializer(Initializer, Protocol):
+    """An initializer whose steps share state, such as one replay of a recording."""
+
+    def session(self, steps: Sequence[Step], workspace: Workspace) -> Session:
+        """Begin to execute; `steps` are all of this initializer's steps."""
         ...
 
 

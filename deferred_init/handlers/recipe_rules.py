@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.protocol import LAST, Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.init_rules import InitRule, InitSizes
 from deferred_init.plan import final_dtype
@@ -24,7 +24,6 @@ from deferred_init.slots import ModuleSite, Slot, SlotKind
 __all__ = ["RecipeRules", "apply_init_rules"]
 
 # After recorded construction too, which is ordered by its operation counter.
-_LAST = 2**62
 _ROOT = re.compile(r"(model\[\d+\])?")
 
 
@@ -62,7 +61,7 @@ class RecipeRules:
                 site.module, recipe, (match.rule for match in matches)
             ),
             scratch_bytes=sum(_cast_bytes(slot, request) for slot in slots),
-            order=_LAST,
+            order=LAST,
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

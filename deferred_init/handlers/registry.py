@@ -18,6 +18,7 @@ from deferred_init.handlers.protocol import (
     Allocator,
     Claim,
     Initializer,
+    Order,
     Refresher,
     Request,
     Step,
@@ -28,8 +29,10 @@ from deferred_init.slots import ModuleSite, Slot
 __all__ = [
     "add_allocator",
     "add_initializer",
+    "add_order_hint",
     "add_refresher",
     "allocator_for",
+    "construction_order",
     "has_user_rule",
     "initializers_for",
     "last_initializers",
@@ -57,8 +60,10 @@ _first: list[Initializer] = []
 _last: list[Initializer] = []
 _allocators: dict[type, Allocator] = {}
 _refreshers: list[Refresher] = []
+_order_hints: list[OrderHint] = []
 _loaded: set[str] = set()
 
+OrderHint = Callable[[nn.Module], "Order | None"]
 FillFunction = Callable[[Any], None]
 
 
@@ -197,6 +202,20 @@ def initializers_for(module_type: type) -> list[Initializer]:
     found += [_initializers[base] for base in mro if base in _initializers]
     found += _last
     return list(dict.fromkeys(found))
+
+
+def add_order_hint(hint: OrderHint) -> None:
+    """Register a function that knows where in a construction a module was made."""
+    _order_hints.append(hint)
+
+
+def construction_order(module: nn.Module) -> Order | None:
+    """Return a module's place in the order of a recorded construction, if known."""
+    for hint in _order_hints:
+        order = hint(module)
+        if order is not None:
+            return order
+    return None
 
 
 def last_initializers() -> tuple[Initializer, ...]:

@@ -253,7 +253,7 @@ def test_by_name_refuses_two_tensors_of_one_name() -> None:
 
 
 def test_by_name_needs_a_seed() -> None:
-    with pytest.raises(di.PlanError, match="needs a seed"):
+    with pytest.raises(ValueError, match="needs a seed"):
         di.materialize(nn.Linear(2, 2, device="meta"), "cpu", rng="by_name")
 
 

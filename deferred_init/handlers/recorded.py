@@ -1,0 +1,269 @@
+"""Initializer for models built inside `deferred_init(...)`: replays the recording.
+
+All recorded tensors of one model are steps of one replay, in recorded order. The
+steps are per module, for progress and for errors that name a module; a step runs the
+replay up to the last operation that touches any of its tensors, and each tensor is
+taken over the moment it is ready, so that scratch is freed before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.handlers.plain import PlainAllocator
+from deferred_init.handlers.protocol import Claim, Order, Request, Step, Workspace
+from deferred_init.handlers.registry import (
+    add_allocator,
+    add_initializer,
+    add_order_hint,
+)
+from deferred_init.record import (
+    DeferredTensor,
+    Node,
+    Recording,
+    Replay,
+    Storage,
+    Value,
+    dressed,
+    final_class,
+    place_of,
+    recompute,
+    value_of,
+)
+from deferred_init.rng import canonical_name, seed_for_name
+from deferred_init.slots import ModuleSite, Slot
+
+__all__ = ["RecordedInitializer"]
+
+
+class RecordedInitializer:
+    """Makes what a recording knows how to make."""
+
+    name = "recorded"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim every recorded tensor, at the place of its last use."""
+        slots = tuple(s for s in pending if isinstance(s.tensor, DeferredTensor))
+        if not slots:
+            return None
+        return Claim(
+            slots=slots,
+            source="recording",
+            order=max(_order_of(slot) for slot in slots),
+            settled=True,
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Run one step alone; `session` is what an execution uses."""
+        session = self.session([step], workspace)
+        session.run(step)
+        session.advance(None)
+
+    def session(self, steps: Sequence[Step], workspace: Workspace) -> _Replays:
+        """Open one replay per recording."""
+        return _Replays(steps, workspace)
+
+
+class RecordedAllocator(PlainAllocator):
+    """Sizes and memory of what a recorded tensor will be."""
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return memory in the class that the tensor has when it is real."""
+        data = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
+        )
+        final = final_class(tensor)
+        if final is Tensor:
+            return data.requires_grad_(tensor.requires_grad)
+        return Tensor._make_subclass(final, data, tensor.requires_grad)
+
+
+class _Replays:
+    """The replays of one execution; implements the `Session` protocol."""
+
+    def __init__(self, steps: Sequence[Step], workspace: Workspace) -> None:
+        self._workspace = workspace
+        self._request = workspace.request
+        self._slots: dict[Value, list[Slot]] = {}
+        by_recording: dict[Recording, list[Slot]] = {}
+        for step in steps:
+            for slot in step.claim.slots:
+                value = value_of(slot.tensor)
+                self._slots.setdefault(value, []).append(slot)
+                by_recording.setdefault(value.recording, []).append(slot)
+        self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._computed: list[tuple[Slot, Value, Tensor]] = []
+        self._leaves: dict[Value, Tensor] = {}
+        self._device = self._request.device
+        if self._request.values_from is not None:
+            self._device = torch.device(self._request.values_from)
+        self._replays = {
+            _serial(recording): self._open(recording, slots)
+            for recording, slots in sorted(
+                by_recording.items(), key=lambda item: _serial(item[0])
+            )
+        }
+
+    def run(self, step: Step) -> None:
+        """Replay as far as this step's tensors need."""
+        assert step.order is not None, "claims of recorded tensors have an order"
+        serial, index = step.order
+        for earlier, replay in self._replays.items():
+            if earlier < serial:
+                replay.run(on_ready=self._take)
+        self._replays[serial].run(upto=index + 1, on_ready=self._take)
+
+    def advance(self, order: Order | None) -> None:
+        """Replay up to a place in the order, or to the end and settle."""
+        if order is None:
+            self._finish()
+            return
+        for serial, replay in self._replays.items():
+            if serial < order[0]:
+                replay.run(on_ready=self._take)
+            elif serial == order[0]:
+                replay.run(upto=order[1], on_ready=self._take)
+
+    def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
+        if self._request.seed is not None and self._request.rng == "eager":
+            self._workspace.on_undo(recording.start_from_here(self._device))
+        before_random = None
+        if self._request.rng == "by_name":
+            assert self._request.seed is not None, "checked by the verb"
+            before_random = _by_name(recording, slots, self._request.seed)
+        wanted = [value_of(slot.tensor) for slot in slots]
+        return Replay(
+            recording, self._device, wanted=wanted, before_random=before_random
+        )
+
+    def _finish(self) -> None:
+        """Run what is left, then make tensors that were computed from leaves."""
+        seeded = self._request.seed is not None and self._request.rng == "eager"
+        for replay in self._replays.values():
+            replay.run(on_ready=self._take)
+            replay.finish(keep_generators=True if seeded else None)
+        self._replays.clear()
+        for slot, value, tensor in self._computed:
+            again = recompute(value, self._leaves, self._request.device)
+            real = tensor if again is None else again
+            self._workspace.adopt(slot, dressed(slot.tensor, real))
+        self._computed.clear()
+
+    def _take(self, value: Value, tensor: Tensor) -> None:
+        """Give a tensor that is ready to every object that stands for it."""
+        tensor = self._on_target(tensor)
+        for slot in self._slots[value]:
+            if not slot.tensor.is_leaf:
+                self._computed.append((slot, value, tensor))
+                continue
+            self._workspace.adopt(slot, dressed(slot.tensor, tensor))
+            if slot.tensor.requires_grad:
+                self._leaves[value] = slot.tensor
+
+    def _on_target(self, tensor: Tensor) -> Tensor:
+        """Move a tensor to the target device, with everything that shares its memory.
+
+        Needed for values replayed elsewhere, and for tensors that the constructor
+        put on a device of its own choice.
+        """
+        device = self._request.device
+        if tensor.device == device:
+            return tensor
+        if tensor.layout is not torch.strided or not tensor.is_leaf:
+            return tensor.to(device)
+        storage = tensor.untyped_storage()
+        known = self._moved.get(storage._cdata)
+        if known is None:
+            flat = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+            flat.set_(storage, 0, (storage.nbytes(),), (1,))
+            known = self._moved[storage._cdata] = (
+                storage,
+                flat.to(device).untyped_storage(),
+            )
+        moved = torch.empty(0, dtype=tensor.dtype, device=device)
+        return moved.set_(
+            known[1], tensor.storage_offset(), tensor.size(), tensor.stride()
+        )
+
+
+def _by_name(
+    recording: Recording, slots: list[Slot], seed: int
+) -> Callable[[Node], int]:
+    """Return a function that seeds each random node by the tensor it is for."""
+    names = _storage_names(recording, slots)
+    counts: dict[str, int] = {}
+
+    def seed_of(node: Node) -> int:
+        touched = [*node.writes, *(out.storage for out in node.outs if out is not None)]
+        name = next((names[s] for s in touched if s in names), "")
+        counts[name] = counts.get(name, -1) + 1
+        return seed_for_name(seed, name, counts[name])
+
+    return seed_of
+
+
+def _storage_names(recording: Recording, slots: list[Slot]) -> dict[Storage, str]:
+    """Name every storage after the first slot that is made from it.
+
+    One walk backwards: what a node reads is for whatever its result is for.
+    """
+    names: dict[Storage, str] = {}
+    for slot in slots:
+        names.setdefault(value_of(slot.tensor).storage, canonical_name(slot.fqn))
+    for node in reversed(recording.nodes):
+        touched = [*node.writes, *(out.storage for out in node.outs if out is not None)]
+        name = next((names[s] for s in touched if s in names), None)
+        if name is not None:
+            for value in node.reads:
+                names.setdefault(value.storage, name)
+    return names
+
+
+_last_uses: WeakKeyDictionary[Recording, tuple[int, dict[Storage, int]]]
+_last_uses = WeakKeyDictionary()
+_serials: WeakKeyDictionary[Recording, int] = WeakKeyDictionary()
+_num_recordings = 0
+
+
+def _serial(recording: Recording) -> int:
+    """Number recordings in the order in which they are met."""
+    global _num_recordings
+    if recording not in _serials:
+        _serials[recording] = _num_recordings
+        _num_recordings += 1
+    return _serials[recording]
+
+
+def _order_of(slot: Slot) -> Order:
+    value = value_of(slot.tensor)
+    recording = value.recording
+    num_nodes, uses = _last_uses.get(recording, (-1, {}))
+    if num_nodes != len(recording.nodes):
+        uses = {}
+        for node in recording.nodes:
+            for read in node.reads:
+                uses[read.storage] = node.index
+            for out in node.outs:
+                if out is not None:
+                    uses[out.storage] = node.index
+            for storage in node.writes:
+                uses[storage] = node.index
+        _last_uses[recording] = (len(recording.nodes), uses)
+    return _serial(recording), uses.get(value.storage, value.node)
+
+
+def _place_hint(module: nn.Module) -> Order | None:
+    place = place_of(module)
+    return None if place is None else (_serial(place[0]), place[1])
+
+
+add_initializer(RecordedInitializer(), first=True)
+add_allocator(RecordedAllocator(), DeferredTensor)
+add_order_hint(_place_hint)
