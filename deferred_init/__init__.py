@@ -12,6 +12,13 @@ from deferred_init.errors import (
 from deferred_init.handlers.registry import register_initializer
 from deferred_init.plan import Plan
 from deferred_init.recipe import Recipe
+from deferred_init.record import (
+    defer,
+    deferred_init,
+    is_deferred,
+    materialize_module,
+    materialize_tensor,
+)
 from deferred_init.report import Report
 
 __version__ = "0.1.0"
@@ -25,7 +32,12 @@ __all__ = [
     "Recipe",
     "Report",
     "audit",
+    "defer",
+    "deferred_init",
+    "is_deferred",
     "materialize",
+    "materialize_module",
+    "materialize_tensor",
     "plan",
     "register_initializer",
 ]
