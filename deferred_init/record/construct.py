@@ -97,6 +97,9 @@ def _device(device: torch.device | str | None) -> torch.device:
                 "the values are wanted on, such as 'cpu' or 'cuda'"
             )
         return torch.device("cpu")
+    if found.type == "cuda" and found.index is None:
+        present = torch.cuda.is_available()
+        return torch.device("cuda", torch.cuda.current_device() if present else 0)
     return found
 
 

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.graph import Recording, Value
+from deferred_init.record.needs import needs_of
 from deferred_init.record.paused import plain_torch
 from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.replay import Replay
@@ -31,7 +32,7 @@ def early_value(value: Value) -> Tensor:
     recording = value.recording
     device = early_device(recording)
     with recording.lock:
-        if device != recording.device and value.draws:
+        if device != recording.device and _draws(value):
             raise RecordError(
                 f"the constructor looks at a random value at {user_line()}, which "
                 f"only {recording.device} can compute, and it is not present: record "
@@ -40,6 +41,13 @@ def early_value(value: Value) -> Tensor:
         result = Replay(recording, device).value(value)
         with plain_torch():
             return result.clone() if not result._is_view() else result
+
+
+def _draws(value: Value) -> bool:
+    """Whether a value depends on random numbers of the recording's device."""
+    needs = needs_of(value.recording, [value], len(value.recording.nodes))
+    streams = [node.stream for node in needs.nodes if node.stream is not None]
+    return any(s.device is None and s.generator is None for s in streams)
 
 
 late.early_value = early_value

@@ -355,7 +355,8 @@ def capture(recording: Recording, tensor: Tensor) -> External:
     storage = tensor.untyped_storage()
     if small or storage._cdata in recording.borrowed:
         return External(tensor.detach().clone(), guarded=False)
-    return External(tensor.detach(), guarded=not tensor.is_inference())
+    # Not detached: here, below autograd, that would not share the version counter.
+    return External(tensor, guarded=not tensor.is_inference())
 
 
 def constant(

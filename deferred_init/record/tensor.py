@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from deferred_init.record.append import Draw, append_fill
 from deferred_init.record.graph import Recording, Storage, Value
+from deferred_init.record.paused import no_dispatch
 
 __all__ = [
     "DeferredTensor",
@@ -191,6 +192,15 @@ class DeferredTensor(torch.Tensor):
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """Record a move to the CPU."""
         return self.to(torch.device("cpu"))
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        # torch would put a number into a plain meta tensor, which forgets it.
+        if isinstance(value, (bool, int, float, complex)):
+            with torch._C.DisableTorchFunction(), no_dispatch():
+                value = torch.tensor(value, dtype=self.dtype)
+        if not isinstance(value, DeferredTensor):
+            value = wrap(late.as_value(value_of(self).recording, value))
+        _base.__setitem__(self, index, value)
 
     def tolist(self) -> Any:
         """Compute the values now and return them as Python numbers."""
