@@ -20,6 +20,7 @@ def train_step(model: nn.Module, seed: int = 7) -> tuple[float | None, str]:
     The loss is the mean square of all outputs; it is NaN if a gradient is.
     """
     reason = "no input known for this forward signature"
+    torch.manual_seed(seed)
     for inputs in _candidates(model):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)

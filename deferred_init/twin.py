@@ -10,6 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from deferred_init.aliases import storage_key
 from deferred_init.inventory import take_inventory
@@ -37,7 +38,7 @@ def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str
         if one is None or other is None:
             return "the number of modules"
         if _strip(site.fqn, one.fqn) != other.fqn or (
-            type(one.module) is not type(other.module)
+            _module_type(one.module) != _module_type(other.module)
         ):
             return f"module `{one.fqn}`"
     left, right = _registered(ours), _registered(theirs)
@@ -88,6 +89,11 @@ def matching_modules(
     """Pair the modules of the subtree with those of a twin of equal structure."""
     for one, other in zip(site.post_order(), _site_of(twin).post_order(), strict=True):
         yield one.module, other.module
+
+
+def _module_type(module: nn.Module) -> tuple[type, bool]:
+    """The class; of a parametrized module, which has one of its own, the original."""
+    return type_before_parametrizations(module), is_parametrized(module)
 
 
 def _site_of(twin: nn.Module) -> ModuleSite:

@@ -69,7 +69,7 @@ class _Construction:
         with warnings.catch_warnings(), _default_dtype(self.dtype), _patches():
             warnings.simplefilter("ignore")  # seen when the model was built
             config = copy.deepcopy(model.config)
-            twin: nn.Module = type(model)(config, **self.options)  # type: ignore[call-arg]
+            twin: nn.Module = type(model)(config, **self.options)
         return twin
 
     def describe(self, model: nn.Module) -> str:
@@ -108,11 +108,17 @@ class HFConstructor:
             return None
         construction, twin = found
         made = [slot for slot, _ in matching_slots(site, deferred, twin)]
+        stray = _stray(matching_slots(site, slots, twin))
         self._known[site.module] = construction
         return Claim(
-            slots=tuple(made),
+            slots=(*made, *stray),
             source=construction.describe(site.module),
             scratch_bytes=scratch,
+            assumptions=tuple(
+                f"`{slot.fqn}` has memory only because its constructor ignores the "
+                "meta device, and is made anew"
+                for slot in stray
+            ),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:
@@ -133,6 +139,20 @@ class HFConstructor:
         for ours, its in matching_modules(site, twin):
             if _INITIALIZED in vars(its):
                 setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
+    """Parameters that are real only since `torch.Tensor(n)` does not know devices.
+
+    They lack the values that `initialize_weights` gives in eager construction. If any
+    other parameter is real, then something was loaded, perhaps these too.
+    """
+    real = [
+        (slot, tensor.is_meta)
+        for slot, tensor in pairs
+        if slot.kind is SlotKind.PARAMETER and not slot.deferred
+    ]
+    return [] if any(deferred for _, deferred in real) else [slot for slot, _ in real]
 
 
 def _find_construction(
