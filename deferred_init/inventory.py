@@ -26,6 +26,8 @@ _ATOM_TYPES = frozenset(
 )
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 8
+# What FSDP2 keeps of its own; brought up to date by its refresher.
+_WRAPPER_STATE = "__composable_api_state_key"
 
 
 def take_inventory(models: Sequence[nn.Module]) -> Inventory:
@@ -106,6 +108,8 @@ class _Walk:
             if child is not None:
                 frame.queue.append((child, _join(fqn, name), registered))
         for name, value in vars(module).items():
+            if name.startswith(_WRAPPER_STATE):
+                continue
             if name not in _MODULE_INTERNALS and type(value) not in _ATOM_TYPES:
                 self._look(frame, name, vars(module), name, value, 0)
         frame.slots = tuple(self.slots[start:])

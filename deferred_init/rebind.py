@@ -100,6 +100,10 @@ def _swap_unchecked(t1: Tensor, t2: Tensor) -> None:
     if type(t1) is not type(t2):
         t1.__class__, t2.__class__ = type(t2), type(t1)
     t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
+    for name in copyreg._slotnames(type(t1)):  # type: ignore[attr-defined]
+        first, second = getattr(t1, name, None), getattr(t2, name, None)
+        setattr(t1, name, second)
+        setattr(t2, name, first)
     torch._C._swap_tensor_impl(t1, t2)
 
 

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import StorageGroup
+from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.handlers.plain import dress
-from deferred_init.handlers.protocol import Request, Step
+from deferred_init.handlers.protocol import Request, StagedAllocator, Step
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
 from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.staging import Staging
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
 __all__ = ["ExecutionWorkspace"]
@@ -36,7 +38,10 @@ class ExecutionWorkspace:
         self._inventory = inventory
         self._request = request
         self._made: set[int] = set()
-        self._snapshot = ModuleSnapshot(site.module for site in inventory.sites())
+        modules = [site.module for site in inventory.sites()]
+        self._offloaded = offload_devices(modules)
+        self._largest_bytes = largest_staged_bytes(inventory)
+        self._snapshot = ModuleSnapshot(modules)
         self.undo = UndoLog()
         self.undo.push(self._snapshot.restore)
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
@@ -73,9 +78,7 @@ class ExecutionWorkspace:
             if group.shared:
                 self._allocate_shared(group)
             else:
-                allocator = allocator_for(slot.tensor)
-                assert allocator is not None, "checked in the plan"
-                new = allocator.empty_like(slot.tensor, self._request.device)
+                new = self._empty_like(slot.tensor)
                 self._poison(new)
                 self._install(slot.tensor, new)
 
@@ -84,18 +87,27 @@ class ExecutionWorkspace:
         target = self.current(slot.tensor)
         if tensor is target:
             return
+        if _staged(target) is not None and _staged(tensor) is None:
+            self._keep(target, tensor)
+            return
         tensor.requires_grad_(target.requires_grad) if tensor.is_leaf else None
         self._install(target, tensor)
 
     @contextmanager
     def filling(self, step: Step) -> Iterator[None]:
         """Let the body fill the step's tensors in place; see the protocol."""
-        self.allocate(step.claim.slots)
+        self.allocate([s for s in step.claim.slots if _staged(s.tensor) is None])
+        staging = self._lend_staged(step)
         lent = self._lend_scratch(step)
         try:
-            yield
-            self._collect_replacements(step)
+            with staging or nullcontext():
+                yield
+            if staging is not None:
+                staging.keep_all()
+            self._collect_replacements(step, staging)
         finally:
+            if staging is not None:
+                staging.give_back()
             for slot, original in lent:
                 slot.write(original)
 
@@ -103,7 +115,11 @@ class ExecutionWorkspace:
         """Cast a tensor to its final dtype once nobody writes it any more."""
         tensor = self.current(slot.tensor)
         dtype = final_dtype(slot, self._request)
-        if tensor.dtype != dtype and allocator_for(tensor) is not None:
+        if tensor.dtype == dtype or (allocator := allocator_for(tensor)) is None:
+            return
+        if isinstance(allocator, StagedAllocator):
+            self._install(tensor, allocator.cast(tensor, dtype))
+        else:
             tensor.data = tensor.data.to(dtype)
 
     def _install(self, old: Tensor, new: Tensor) -> None:
@@ -123,6 +139,21 @@ class ExecutionWorkspace:
             self.undo.push(partial(slot.write, old))
         self.replaced[id(old)] = (old, new)
         self._made.add(id(new))
+
+    def _empty_like(self, tensor: Tensor) -> Tensor:
+        """Return memory for a tensor, on the device where it is to stay."""
+        allocator = allocator_for(tensor)
+        assert allocator is not None, "checked in the plan"
+        device = self._offloaded.get(id(tensor), self._request.device)
+        return allocator.empty_like(tensor, device)
+
+    def _keep(self, home: Tensor, full: Tensor) -> None:
+        """Keep the part of a full value that stays in this process."""
+        if id(home) not in self._made:
+            self._install(home, self._empty_like(home))
+        allocator = _staged(home)
+        assert allocator is not None
+        allocator.keep(home, full)
 
     def _poison(self, tensor: Tensor) -> None:
         if self._request.verify == "full":
@@ -168,18 +199,66 @@ class ExecutionWorkspace:
                 ):
                     continue
                 original = self.current(slot.tensor)
+                if _staged(original) is not None:
+                    continue
                 made = id(slot.tensor) in self._made
                 slot.write(_scratch_like(original, self._request.device, copy=not made))
                 lent.append((slot, original))
         return lent
 
-    def _collect_replacements(self, step: Step) -> None:
+    def _lend_staged(self, step: Step) -> Staging | None:
+        """Lend tensors of full size for those of which only a part stays here."""
+        claim = step.claim
+        claimed = {id(slot.tensor): slot for slot in (*claim.slots, *claim.rewrites)}
+        sites = step.site.post_order() if claim.rewrites else (step.site,)
+        lent = {id(slot.tensor): slot for site in sites for slot in site.slots}
+        staging: Staging | None = None
+        for key, slot in {**lent, **claimed}.items():
+            home = self.current(slot.tensor)
+            allocator = _staged(home)
+            if allocator is None:
+                continue
+            if staging is None:
+                staging = Staging(
+                    self._request.device, self._largest_bytes, self._keep, self._poison
+                )
+            made = key in self._made
+            staging.lend(
+                self._inventory.slots_of(slot.tensor),
+                home,
+                allocator,
+                keeps=key in claimed or (made and slot.owner is not step.site.module),
+                stored=made or not home.is_meta,
+            )
+        return staging
+
+    def _collect_replacements(self, step: Step, staging: Staging | None) -> None:
         """Adopt tensors that the body put in place of the ones it was given."""
         for slot in step.claim.slots:
             found = slot.read()
-            if found is not self.current(slot.tensor):
+            home = self.current(slot.tensor)
+            if staging is not None and staging.loan_of(found) is not None:
+                self.allocate((slot,))  # an init function may leave it as it is
+            elif found is not home:
                 self.adopt(slot, found)
                 slot.write(self.current(slot.tensor))
+
+
+def largest_staged_bytes(inventory: Inventory) -> int:
+    """Bytes of the largest tensor that is made in full size and kept in part."""
+    return max(
+        (
+            allocator.full_bytes(slot.tensor)
+            for slot in inventory.deferred
+            if (allocator := _staged(slot.tensor)) is not None
+        ),
+        default=0,
+    )
+
+
+def _staged(tensor: Tensor) -> StagedAllocator | None:
+    allocator = allocator_for(tensor)
+    return allocator if isinstance(allocator, StagedAllocator) else None
 
 
 def _scratch_like(tensor: Tensor, device: torch.device, *, copy: bool) -> Tensor:

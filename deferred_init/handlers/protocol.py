@@ -26,7 +26,7 @@ from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
 __all__ += ["LAST", "Order", "Session", "SessionInitializer", "TreeInitializer"]
-__all__ += ["Workspace"]
+__all__ += ["StagedAllocator", "Workspace"]
 
 
 Order = tuple[int, int]
@@ -251,6 +251,30 @@ class Allocator(Protocol):
 
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a tensor of the same class and geometry with real memory."""
+        ...
+
+
+@runtime_checkable
+class StagedAllocator(Allocator, Protocol):
+    """Knows tensors of which this process keeps only a part.
+
+    Init code is lent a tensor of full size instead; see `staging.py`.
+    """
+
+    def full_bytes(self, tensor: Tensor) -> int:
+        """Bytes of the whole tensor."""
+        ...
+
+    def keep(self, tensor: Tensor, full: Tensor) -> None:
+        """Copy the part that stays here out of a full value into the tensor."""
+        ...
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the full value; may need the other processes."""
+        ...
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the same part in another dtype."""
         ...
 
 

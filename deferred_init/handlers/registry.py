@@ -52,6 +52,7 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.te_modules",
         "deferred_init.handlers.te_ops",
     ),
+    "torch.distributed.tensor": ("deferred_init.handlers.dtensor",),
     "deferred_init.record": ("deferred_init.handlers.recorded",),
 }
 _initializers: dict[type, Initializer] = {}

@@ -1,0 +1,51 @@
+"""Finds what FSDP2 keeps of its own about the parameters of a model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+__all__ = ["fsdp_groups", "fsdp_params", "offload_devices"]
+
+
+def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield every parameter group of FSDP2 once."""
+    state = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
+    if state is None:
+        return
+    seen: set[int] = set()
+    for module in modules:
+        found = state._get_module_fsdp_state(module)
+        for group in _groups_of(found):
+            if id(group) not in seen:
+                seen.add(id(group))
+                yield group
+
+
+def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
+    """Yield FSDP2's record of every parameter that it manages."""
+    for group in fsdp_groups(modules):
+        yield from group.fsdp_params
+
+
+def offload_devices(modules: Iterable[nn.Module]) -> dict[int, torch.device]:
+    """Map `id(parameter)` to the CPU for parameters that FSDP2 keeps there."""
+    return {
+        id(param.sharded_param): torch.device("cpu")
+        for param in fsdp_params(modules)
+        if param.offload_to_cpu
+    }
+
+
+def _groups_of(state: Any) -> list[Any]:
+    """Return the groups of a state; torch before 2.12 has one at most."""
+    if state is None:
+        return []
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:
+        groups = [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]

@@ -1,0 +1,166 @@
+"""Allocator for DTensors: each rank keeps its part of what one device would have made.
+
+[Note: Values that do not depend on the world size]
+Problem: DTensor's own random operations, and init functions run on local shards, give
+other values for every world size, mesh and sharding; shards come out alike, replicas
+apart.
+
+Naive attempt: seed each rank by its coordinate. Replicas agree then, but nothing
+equals the model on one device, and fan-in is computed from shards.
+
+Design: the init code runs on a tensor of full size (see `staging.py`) with the same
+generator state on every rank, and the rank keeps its slice. No communication; all
+ranks draw all numbers, so their generators stay together.
+
+Shortcoming: every rank computes everything. The whole is as fast as one device would
+be, not W times faster; a rank's memory holds the largest full tensor meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Partial
+
+from deferred_init.distributed.fsdp2 import fsdp_params
+from deferred_init.distributed.slicing import Axis, Region, copy_region, region_of
+from deferred_init.handlers.protocol import Request, Workspace
+from deferred_init.handlers.registry import add_allocator, add_refresher
+from deferred_init.slots import Inventory
+
+__all__ = ["DTensorAllocator", "FSDP2Refresher", "region_on_this_rank"]
+
+
+class DTensorAllocator:
+    """Allocates local tensors, and keeps a rank's part of full values."""
+
+    def problem(self, tensor: Tensor, request: Request) -> str | None:
+        """Say why the tensor cannot be allocated, or None."""
+        assert isinstance(tensor, DTensor)
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            return (
+                f"has the placements {list(tensor.placements)}, expected no partial "
+                "sums: a part of a sum has no value of its own to initialize"
+            )
+        local = tensor._local_tensor
+        if not _is_plain(local):
+            return (
+                f"is a DTensor over `{type(local).__name__}`, expected plain local "
+                "tensors: materialize the model first, then shard it"
+            )
+        mesh = tensor.device_mesh.device_type
+        if request.device.type not in (mesh, "cpu"):
+            return (
+                f"is sharded over a mesh of {mesh} devices and cannot be made on "
+                f"{request.device}: pass device={mesh!r}"
+            )
+        try:
+            region_on_this_rank(tensor)
+        except ValueError as error:
+            return f"cannot be cut: {error}"
+        return None
+
+    def num_bytes(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        """Bytes of this rank's part in the given dtype."""
+        return _local(tensor).numel() * dtype.itemsize
+
+    def full_bytes(self, tensor: Tensor) -> int:
+        """Bytes of the whole tensor."""
+        return tensor.numel() * tensor.element_size()
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        """Return a DTensor of the same sharding with uninitialized local memory."""
+        assert isinstance(tensor, DTensor)
+        local = tensor._local_tensor
+        data = torch.empty_strided(
+            local.size(), local.stride(), dtype=tensor.dtype, device=device
+        )
+        return _wrap(tensor, data, tensor._spec)
+
+    def keep(self, tensor: Tensor, full: Tensor) -> None:
+        """Copy this rank's part of a full value into the local tensor."""
+        assert isinstance(tensor, DTensor)
+        region = region_on_this_rank(tensor)
+        if region is not None:
+            copy_region(tensor._local_tensor, full.detach(), region)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """Return the full value; every rank of the mesh has to call this."""
+        assert isinstance(tensor, DTensor)
+        with torch.no_grad():
+            return tensor.full_tensor()
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the tensor in another dtype, on the same mesh."""
+        assert isinstance(tensor, DTensor)
+        from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+        meta = TensorMeta(tensor.size(), tensor.stride(), dtype)
+        spec = DTensorSpec(tensor.device_mesh, tensor.placements, tensor_meta=meta)
+        return _wrap(tensor, tensor._local_tensor.detach().to(dtype), spec)
+
+
+class FSDP2Refresher:
+    """Lets FSDP2 look again at the parameters that were given memory."""
+
+    def refresh(
+        self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
+    ) -> None:
+        """Refresh the 1-D data from which FSDP2 gathers, and its padding.
+
+        FSDP2 does this by itself in the first forward, but only once: not if a
+        forward has failed on the meta model before.
+        """
+        for param in fsdp_params(site.module for site in inventory.sites()):
+            sharded = param.sharded_param
+            if sharded.is_meta:
+                continue
+            workspace.on_undo(partial(param.__dict__.update, dict(vars(param))))
+            param.reset_sharded_param()
+
+
+def region_on_this_rank(tensor: DTensor) -> Region | None:
+    """Return the indices that this rank keeps, or None outside of the mesh.
+
+    Raises:
+        ValueError: If the local tensor has not the shape that the placements give.
+    """
+    mesh = tensor.device_mesh
+    coordinate = mesh.get_coordinate()
+    if coordinate is None:
+        return None
+    axes = [
+        Axis(
+            dim=getattr(placement, "dim", None),
+            size=mesh.size(axis),
+            rank=coordinate[axis],
+            split_factor=getattr(placement, "split_factor", None),
+        )
+        for axis, placement in enumerate(tensor.placements)
+    ]
+    return region_of(tensor.size(), axes, tensor._local_tensor.size())
+
+
+def _wrap(like: DTensor, local: Tensor, spec: Any) -> Tensor:
+    made: Tensor = DTensor(local, spec, requires_grad=False)
+    if isinstance(like, nn.Parameter):
+        return nn.Parameter(made, requires_grad=like.requires_grad)
+    return made.requires_grad_(like.requires_grad)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor._local_tensor
+
+
+def _is_plain(local: Tensor) -> bool:
+    own = type(local).__torch_dispatch__
+    return own is Tensor.__torch_dispatch__ or local.is_meta
+
+
+add_allocator(DTensorAllocator(), DTensor)
+add_refresher(FSDP2Refresher())

@@ -1,0 +1,23 @@
+"""Process groups that the tests share, one per world size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from rank_pool import RankPool
+
+
+@pytest.fixture(scope="session")
+def _pools() -> Iterator[dict[int, RankPool]]:
+    pools: dict[int, RankPool] = {}
+    yield pools
+    for pool in pools.values():
+        pool.close()
+        assert not pool.processes
+
+
+@pytest.fixture
+def ranks(_pools: dict[int, RankPool]) -> Callable[[int], RankPool]:
+    """Return a function that gives the pool of a world size."""
+    return lambda world_size: _pools.setdefault(world_size, RankPool(world_size))
