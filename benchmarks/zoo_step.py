@@ -102,7 +102,9 @@ def _candidates(model: nn.Module) -> Iterator[dict[str, Any]]:
                 yield from _completed(inputs, names, config)
     for image in images:  # models of two towers
         if {"input_ids", "pixel_values"} <= names:
-            yield from _completed({**image, "input_ids": _tokens(config)}, names, config)
+            yield from _completed(
+                {**image, "input_ids": _tokens(config)}, names, config
+            )
 
 
 def _completed(

@@ -110,11 +110,10 @@ class _Claims:
     def _tree_claim(self, site: ModuleSite) -> tuple[Initializer, Claim] | None:
         for initializer in initializers_for(type(site.module)):
             if isinstance(initializer, TreeInitializer):
-                below = site.post_order()
-                if any(has_user_rule(type(one.module)) for one in below):
-                    return None
                 claim = initializer.claim_tree(site, self._request)
-                if claim is not None:
+                if claim is None:
+                    continue
+                if not any(has_user_rule(type(o.module)) for o in site.post_order()):
                     return initializer, claim
         return None
 

@@ -96,6 +96,8 @@ class HFConstructor:
 
     def claim_tree(self, site: ModuleSite, request: Request) -> Claim | None:
         """Claim all deferred tensors if a second construction on meta agrees."""
+        if not isinstance(site.module, PreTrainedModel):
+            return None
         slots = [slot for below in site.post_order() for slot in below.slots]
         deferred = [slot for slot in slots if slot.deferred]
         if request.rng != "eager" or not all(map(_is_plain, deferred)):
@@ -251,4 +253,4 @@ def _patches() -> Iterator[None]:
         yield
 
 
-add_initializer(HFConstructor(), PreTrainedModel)
+add_initializer(HFConstructor(), first=True)

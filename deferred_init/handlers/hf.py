@@ -1,0 +1,223 @@
+"""Initializers for Hugging Face models that cannot be constructed a second time.
+
+These are models changed after construction (adapters, resized embeddings), partly
+loaded ones, and all models under `rng="by_name"`. The module tree is followed
+instead: each module's own initializer, in construction order, then at the end of each
+`PreTrainedModel`'s constructor its `initialize_weights`, which overwrites what it
+knows. See `hf_constructor.py` for what this cannot know, and for the better way.
+
+[Note: Flags of transformers]
+`initialize_weights` skips modules flagged `_is_hf_initialized`, and its init functions
+skip tensors flagged so. Models built under `torch.device("meta")` are not flagged,
+those of `init_empty_weights` or `.to("meta")` are, all modules True. So flags say
+nothing about what is deferred. They are set here as eager construction has them at that
+moment: modules of an inner `PreTrainedModel`, which ran its own `initialize_weights`
+before, and modules that are completely real are flagged; others are not; real tensors
+are flagged meanwhile. All modules are flagged at the end.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from deferred_init.aliases import storage_key
+from deferred_init.dry_run import WriteWatch
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.registry import add_initializer
+from deferred_init.rng import GeneratorSnapshot
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+
+__all__ = ["HFInitWeights"]
+
+_INITIALIZED = "_is_hf_initialized"
+_REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Intent:
+    """What `initialize_weights` of one model would do, and how it is to be run.
+
+    Attributes:
+        filled: Deferred slots that it fills completely.
+        touched: Deferred slots that it writes to in part.
+        endangered: Real slots that it would write to in spite of the flags.
+        real: All real slots, to be flagged meanwhile.
+        done: Modules to be flagged as initialized before, by `id`.
+    """
+
+    filled: tuple[Slot, ...]
+    touched: tuple[Slot, ...]
+    endangered: tuple[Slot, ...]
+    real: tuple[Slot, ...]
+    done: frozenset[int]
+
+
+class HFInitWeights:
+    """Runs `initialize_weights` of each `PreTrainedModel`, at its end."""
+
+    name = "transformers"
+    composite = True
+
+    def __init__(self) -> None:
+        self._intents: WeakKeyDictionary[nn.Module, _Intent] = WeakKeyDictionary()
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim what a dry run on meta fills; the planner sorts out rewrites."""
+        model_class = type(site.module).__name__
+        source = f"{model_class}.initialize_weights"
+        try:
+            intent = _dry_run(site)
+        except Exception as error:  # noqa: BLE001 - any code may run in there
+            text = " ".join(str(error).split())
+            return Claim(
+                problems=(
+                    f"`{source}` of `{site.fqn or 'the model'}` cannot be tried "
+                    "without memory to see what it fills "
+                    f"({type(error).__name__}: {text}): build the model inside "
+                    "`deferred_init(...)`",
+                )
+            )
+        if not intent.filled and not intent.touched:
+            return None
+        self._intents[site.module] = intent
+        return Claim(
+            slots=intent.filled,
+            rewrites=intent.touched,
+            source=source,
+            assumptions=(
+                f"the modules of {model_class} were constructed in the order of the "
+                "module tree and drew no random numbers but those of their known "
+                "initializers",
+            ),
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Run it on the model itself, with real tensors out of its reach."""
+        site, intent = step.site, self._intents[step.site.module]
+        workspace.allocate(step.claim.slots)
+        given = [(slot, slot.read()) for slot in step.claim.slots]
+        with _set_aside(intent.endangered), _guarded(s.tensor for s in intent.real):
+            for one in site.post_order():
+                setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
+            site.module.initialize_weights()
+        for slot, tensor in given:
+            if (found := slot.read()) is not tensor:
+                workspace.adopt(slot, found)
+                slot.write(tensor)
+        for one in site.post_order():
+            setattr(one.module, _INITIALIZED, True)
+
+
+def _dry_run(site: ModuleSite) -> _Intent:
+    """Run `initialize_weights` on a copy of the model without memory."""
+    slots = [
+        slot
+        for one in site.post_order()
+        for slot in one.slots
+        if slot.kind in _REGISTERED
+    ]
+    real = tuple(slot for slot in slots if not slot.deferred)
+    done = frozenset(id(one.module) for one, inner in _walk(site) if _done(one, inner))
+    memo: dict[int, Any] = {id(slot.tensor): _hollow(slot.tensor) for slot in slots}
+    hollow = copy.deepcopy(site.module, memo)
+    for one in site.post_order():
+        setattr(memo[id(one.module)], _INITIALIZED, id(one.module) in done)
+    before = {id(slot.tensor): storage_key(memo[id(slot.tensor)]) for slot in slots}
+    generators = GeneratorSnapshot(torch.device("cpu"))
+    try:
+        with _guarded(memo[id(slot.tensor)] for slot in real), WriteWatch() as watch:
+            hollow.initialize_weights()
+    finally:
+        generators.restore()
+    filled, touched, endangered = [], [], []
+    for slot in slots:
+        copied = memo[id(slot.owner)]
+        now = getattr(copied, slot.name)
+        replaced = storage_key(now) != before[id(slot.tensor)]
+        if not replaced and storage_key(now) not in watch.written:
+            continue
+        if not slot.deferred:
+            endangered.append(slot)
+        elif replaced or watch.is_filled(now):
+            filled.append(slot)
+        else:
+            touched.append(slot)
+    return _Intent(
+        filled=tuple(filled),
+        touched=tuple(touched),
+        endangered=tuple(endangered),
+        real=real,
+        done=done,
+    )
+
+
+def _hollow(tensor: Tensor) -> Tensor:
+    """A tensor object of its own without memory: over the same meta storage if any."""
+    if tensor.is_meta:
+        data = tensor.detach()
+    else:
+        data = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+def _walk(site: ModuleSite) -> Iterator[tuple[ModuleSite, bool]]:
+    """Yield each site below, and whether an inner model has initialized it."""
+    stack = [(site, False)]
+    while stack:
+        one, inner = stack.pop()
+        inner = inner or (one is not site and isinstance(one.module, PreTrainedModel))
+        yield one, inner
+        stack.extend((child, inner) for child in one.children)
+
+
+def _done(site: ModuleSite, inner: bool) -> bool:
+    """Whether eager construction would find the module initialized already."""
+    owned = [slot for slot in site.slots if slot.kind in _REGISTERED]
+    return inner or (bool(owned) and not any(slot.deferred for slot in owned))
+
+
+@contextmanager
+def _guarded(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """Flag tensors so that the init functions of transformers leave them alone."""
+    flagged = [tensor for tensor in tensors if not hasattr(tensor, _INITIALIZED)]
+    for tensor in flagged:
+        setattr(tensor, _INITIALIZED, True)
+    try:
+        yield
+    finally:
+        for tensor in flagged:
+            vars(tensor).pop(_INITIALIZED, None)
+
+
+@contextmanager
+def _set_aside(slots: tuple[Slot, ...]) -> Iterator[None]:
+    """Put copies in the places of tensors that would be written to."""
+    originals = [(slot, slot.read()) for slot in slots]
+    for slot, original in originals:
+        twin = original.detach().clone()
+        if isinstance(original, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
+        slot.write(twin)
+    try:
+        yield
+    finally:
+        for slot, original in originals:
+            slot.write(original)
+
+
+add_initializer(HFInitWeights(), PreTrainedModel)
