@@ -47,7 +47,11 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.plain",
         "deferred_init.handlers.recipe_rules",
     ),
-    "transformers.modeling_utils": ("deferred_init.handlers.hf_constructor",),
+    "transformers.modeling_utils": (
+        "deferred_init.handlers.hf_constructor",
+        "deferred_init.handlers.hf",
+        "deferred_init.handlers.hf_modules",
+    ),
     "transformer_engine.pytorch": (
         "deferred_init.handlers.te_modules",
         "deferred_init.handlers.te_ops",
