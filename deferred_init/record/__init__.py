@@ -36,7 +36,8 @@ attributes that a user put on it; `requires_grad` is the tensor's own.
 `run(upto=index)` may stop anywhere. With `run(on_ready=f)`, `f(value, tensor)` is
 called for each wanted value as soon as nothing later touches its storage, so that a
 caller may keep a shard of the tensor and let go of it before the next one is made;
-no `take` then. `take` gives the tensor and forgets it; aliases stay aliases, since values of one storage are views of one real storage.
+no `take` then. `take` gives the tensor and forgets it; aliases stay aliases, since
+values of one storage are views of one real storage.
 Intermediates are freed after their last use. Nodes that no wanted value needs are not
 run, but their random numbers are drawn, so that the others keep theirs.
 
@@ -55,7 +56,7 @@ real tensor need not come from the replay. `realize(recording, values, device,
 whole=...)` does replay and bookkeeping so that tensors made later over the same
 storage share it.
 
-**Order of initialization by others.** `external_modules()` in `external` decides which
+**Order of initialization by others.** `external_classes()` in `external` decides which
 classes are left to themselves inside a constructor; each leaves a `Mark` whose
 `payload` is the module and whose `index` is its place in `recording.nodes`.
 """
@@ -65,8 +66,8 @@ from deferred_init.record.convert import deepcopy as _deepcopy
 from deferred_init.record.defer import defer
 from deferred_init.record.early import early_value
 from deferred_init.record.external import place_of
-from deferred_init.record.graph import Mark, Node, Recording, Storage, Value
 from deferred_init.record.grads import recompute
+from deferred_init.record.graph import Recording
 from deferred_init.record.materialize import (
     become,
     deferred_tensors,
@@ -75,6 +76,8 @@ from deferred_init.record.materialize import (
     materialize_tensor,
     realize,
 )
+from deferred_init.record.nodes import Mark, Node, Storage, Value
+from deferred_init.record.places import value_in_place
 from deferred_init.record.problems import RecordError, ReplayError
 from deferred_init.record.replay import Replay
 from deferred_init.record.tensor import (
@@ -109,6 +112,7 @@ __all__ = [
     "recompute",
     "recording_of",
     "user_attributes",
+    "value_in_place",
     "value_of",
 ]
 

@@ -7,14 +7,8 @@ from typing import Any
 
 import torch
 
-from deferred_init.record.graph import (
-    Node,
-    Recording,
-    Reseed,
-    Storage,
-    Stream,
-    Value,
-)
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Node, Reseed, Storage, Stream, Value
 from deferred_init.record.watch import is_seeded_state, stream_of
 
 __all__ = ["Draw", "append", "append_fill"]

@@ -9,9 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from deferred_init.record.factories import RecordFactories
 from deferred_init.record.graph import Recording
-from deferred_init.record.mode import RecordFactories, RecordOperations
+from deferred_init.record.mode import RecordOperations
 from deferred_init.record.patches import Patches, active
+from deferred_init.record.paused import index_of
+from deferred_init.record.places import remember_places
 from deferred_init.record.tensor import DeferredTensor, value_of
 from deferred_init.record.watch import GeneratorWatch
 
@@ -84,6 +87,7 @@ def deferred_init(
         recording.watch = None
         recording.borrowed.clear()
     recording.result = result
+    remember_places(recording, result)
     return result
 
 
@@ -97,7 +101,7 @@ def _device(device: torch.device | str | None) -> torch.device:
                 "the values are wanted on, such as 'cpu' or 'cuda'"
             )
         return torch.device("cpu")
-    if found.type == "cuda" and found.index is None:
+    if found.type == "cuda" and index_of(found) is None:
         present = torch.cuda.is_available()
         return torch.device("cuda", torch.cuda.current_device() if present else 0)
     return found

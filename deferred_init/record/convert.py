@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.record.append import append
-from deferred_init.record.graph import Place, Value
+from deferred_init.record.nodes import Place, Value
 from deferred_init.record.ops import record
 from deferred_init.record.paused import no_dispatch
 from deferred_init.record.tensor import (
@@ -55,10 +55,9 @@ def to(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     options: dict[str, Any] = {"dtype": dtype}
     if memory_format is not None:
         options["memory_format"] = memory_format
-    if torch.is_grad_enabled() and tensor.requires_grad:
-        if not moved:
-            result: Tensor = torch._C.TensorBase.to(tensor, **options)
-            return result
+    if torch.is_grad_enabled() and tensor.requires_grad and not moved:
+        result: Tensor = torch._C.TensorBase.to(tensor, **options)
+        return result
     out: Tensor = record(recording, _to_copy, (tensor,), options, Place(place))
     return out
 
@@ -101,7 +100,7 @@ def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
     if final is nn.Parameter:
         with torch.no_grad():
             source = torch.clone(tensor.detach(), memory_format=torch.preserve_format)
-        copied = nn.Parameter(source, tensor.requires_grad)
+        copied: Tensor = nn.Parameter(source, tensor.requires_grad)
     elif issubclass(final, nn.Parameter) and final.__deepcopy__ is not (
         nn.Parameter.__deepcopy__
     ):

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.errors import PlanError, listing
-from deferred_init.record.graph import Recording, Value
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Value
 from deferred_init.record.tensor import (
-    DeferredTensor,
     deferred_class,
     late,
     make_parameter,
@@ -44,9 +44,11 @@ def defer(model: nn.Module, refill: Recording | Literal["weights"]) -> None:
     problems = []
     for name, tensor in named.items():
         value = refill.made.get(name)
-        if value is None:
-            problems.append(name)
-        elif value.meta.shape != tensor.shape or value.meta.dtype != tensor.dtype:
+        if (
+            value is None
+            or value.meta.shape != tensor.shape
+            or value.meta.dtype != tensor.dtype
+        ):
             problems.append(name)
     if problems:
         raise PlanError(
@@ -58,6 +60,11 @@ def defer(model: nn.Module, refill: Recording | Literal["weights"]) -> None:
         )
     for name, tensor in named.items():
         defer_in_place(tensor, refill.made[name])
+
+
+def _fits(value: Value, tensor: Tensor) -> bool:
+    """Whether a recorded value has a tensor's shape and type."""
+    return value.shape == tensor.shape and value.dtype == tensor.dtype
 
 
 def _real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -106,11 +113,8 @@ def defer_in_place(tensor: Tensor, value: Value) -> None:
         )
         new.__dict__["_value"] = value
     new.__dict__.update(tensor.__dict__)
-    assert isinstance(new, DeferredTensor)
-    old_class, old_dict = tensor.__class__, tensor.__dict__
-    new_class, new_dict = new.__class__, new.__dict__
-    tensor.__class__, new.__class__ = new_class, old_class
-    tensor.__dict__, new.__dict__ = new_dict, old_dict
+    tensor.__class__, new.__class__ = type(new), final  # type: ignore[assignment]
+    tensor.__dict__, new.__dict__ = new.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, new)
 
 

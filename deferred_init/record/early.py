@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deferred_init.record.graph import Recording, Value
+from deferred_init.record.graph import Recording
 from deferred_init.record.needs import needs_of
+from deferred_init.record.nodes import Value
 from deferred_init.record.paused import plain_torch
 from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.replay import Replay

@@ -39,7 +39,7 @@ def external_classes() -> list[type]:
     """
     found: dict[type, None] = {}
     for module_name, name in _BASES:
-        base = getattr(sys.modules.get(module_name), name, None)
+        base: Any = getattr(sys.modules.get(module_name), name, None)
         if base is not None:
             for cls in _subclasses(base):
                 init = vars(cls).get("__init__")
@@ -48,7 +48,7 @@ def external_classes() -> list[type]:
     return list(found)
 
 
-def _subclasses(base: type) -> Iterator[type]:
+def _subclasses(base: Any) -> Iterator[type]:
     """Yield a class and everything derived from it."""
     yield base
     for cls in base.__subclasses__():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from deferred_init.record.graph import Node, Value
+from deferred_init.record.nodes import Node, Value
 from deferred_init.record.replay import Replay
 
 __all__ = ["recompute"]

@@ -6,11 +6,13 @@ memory and see what was written to it since.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from deferred_init.record.graph import Value
+from deferred_init.record.nodes import Value
 
 __all__ = ["hand_out", "handed_out"]
 
@@ -33,7 +35,7 @@ def handed_out(value: Value, device: torch.device) -> Tensor | None:
     writers = value.storage.writers
     if at != device or reference.expired() or (writers and writers[-1] != last):
         return None
-    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    storage: Any = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
     if storage is None:
         return None
     meta = value.meta

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.record.graph import Recording, Value
-from deferred_init.record.handed import handed_out, hand_out
 from deferred_init.record.grads import recompute
+from deferred_init.record.graph import Recording
+from deferred_init.record.handed import hand_out, handed_out
+from deferred_init.record.nodes import Value
 from deferred_init.record.replay import Replay
 from deferred_init.record.tensor import (
     DeferredTensor,
@@ -181,7 +182,7 @@ def dressed(tensor: Tensor, real: Tensor) -> Tensor:
     """
     final = final_class(tensor)
     if final is not Tensor:
-        return torch.Tensor._make_subclass(final, real, tensor.requires_grad)  # type: ignore[arg-type]
+        return torch.Tensor._make_subclass(final, real, tensor.requires_grad)
     new = _window_on(real) if real.is_leaf else real
     if tensor.requires_grad and real.is_leaf:
         new.requires_grad_()

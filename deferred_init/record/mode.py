@@ -1,4 +1,4 @@
-"""The two modes under which a constructor runs while it is recorded.
+"""The dispatch mode under which a constructor runs while it is recorded.
 
 [Note: Two modes]
 The dispatch mode is the net: it sees every operation, also those of factories that
@@ -10,23 +10,21 @@ are computed, and records the common factories without dispatching them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deferred_init.record import ops
-from deferred_init.record.append import Draw, append
-from deferred_init.record.graph import Place, Recording
-from deferred_init.record.paused import no_dispatch, plain_torch
+from deferred_init.record.capture import constant
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Place
+from deferred_init.record.paused import no_dispatch
 from deferred_init.record.schema import op_info
-from deferred_init.record.tensor import DeferredTensor, late, new_value, value_of, wrap
+from deferred_init.record.tensor import DeferredTensor, late, value_of
 
-__all__ = ["RecordFactories", "RecordOperations"]
+__all__ = ["RecordOperations", "tensors_in"]
 
 _META = torch.device("meta")
 
@@ -35,7 +33,7 @@ class RecordOperations(TorchDispatchMode):
     """Records every operation that makes or touches a deferred tensor."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.recording = recording
         self.place: Place | None = None
 
@@ -50,7 +48,7 @@ class RecordOperations(TorchDispatchMode):
         """Record one operation, or run it if it only concerns real tensors."""
         if any(issubclass(kind, DeferredTensor) for kind in types):
             return ops.record(self.recording, func, args, kwargs, self.place)
-        found = [*_tensors(args), *_tensors(tuple(kwargs.values()))]
+        found = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         if any(isinstance(tensor, DeferredTensor) for tensor in found):
             return ops.record(self.recording, func, args, kwargs, self.place)
         if not found:
@@ -80,7 +78,7 @@ class RecordOperations(TorchDispatchMode):
             if not storage.resizable():  # numpy's memory: stays real, and shared
                 self.recording.borrowed[storage._cdata] = storage
                 return found[0]
-            return ops.constant(self.recording, found[0], self.default_place())
+            return constant(self.recording, found[0], self.default_place())
         if any(tensor.device == _META for tensor in found):
             return func(*args, **kwargs)
         if self.place is not None and op_info(func).has_device:
@@ -98,7 +96,7 @@ class RecordOperations(TorchDispatchMode):
         info = op_info(func)
         targets = list(info.written(args, kwargs))
         copies = {
-            id(t): ops.constant(self.recording, t, torch.device("cpu")) for t in targets
+            id(t): constant(self.recording, t, torch.device("cpu")) for t in targets
         }
         swapped = tuple(copies.get(id(arg), arg) for arg in args)
         result = ops.record(self.recording, func, swapped, kwargs)
@@ -121,232 +119,15 @@ class RecordOperations(TorchDispatchMode):
 
 # Set after the class is made: torch wraps a method of this name found in the class
 # body so that its first call imports `torch._dynamo`, which takes seconds.
-RecordOperations.__torch_dispatch__ = RecordOperations._dispatch  # type: ignore[method-assign]
+RecordOperations.__torch_dispatch__ = RecordOperations._dispatch  # type: ignore[assignment,method-assign]
 
 
-def _tensors(items: Any) -> list[Tensor]:
+def tensors_in(items: Any) -> list[Tensor]:
     """Return the tensors in a nest of arguments."""
     found: list[Tensor] = []
     for item in items:
         if isinstance(item, Tensor):
             found.append(item)
         elif isinstance(item, (list, tuple)):
-            found.extend(_tensors(item))
+            found.extend(tensors_in(item))
     return found
-
-
-class RecordFactories(TorchFunctionMode):
-    """Handles factories and device arguments before torch parses them."""
-
-    def __init__(self, operations: RecordOperations) -> None:
-        super().__init__()
-        self.operations = operations
-        self.recording = operations.recording
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        handler = _HANDLERS.get(func)
-        if handler is not None:
-            return handler(self, func, args, kwargs or {})
-        if kwargs and kwargs.get("device") is not None:
-            return self.placed(func, args, kwargs)
-        if func in _CONSTRUCTORS:
-            return self.call(func, args, kwargs or {}, Place(None))
-        if type(func) is _SETTER and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            return _set_data(self, func, args)
-        return func(*args, **(kwargs or {}))
-
-    def place(self, device: Any) -> Place | None:
-        """Read a device argument; `None` means that the caller asks for meta."""
-        if device is None:
-            return Place(None)
-        if isinstance(device, torch.device):
-            found = device
-            pinned = False
-        else:
-            found = (
-                torch.device("cuda", device)
-                if type(device) is int
-                else (torch.device(device))
-            )
-            pinned = self.recording.device.type == "cpu" == found.type
-        if found == _META:
-            return None
-        return Place(found if pinned else self.operations.normal(found))
-
-    def placed(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Call a function that has a device argument."""
-        place = self.place(kwargs["device"])
-        if place is None:
-            if any(isinstance(arg, DeferredTensor) for arg in args):
-                return func(*(_meta_of(arg) for arg in args), **kwargs)
-            with no_dispatch():
-                return func(*args, **kwargs)
-        return self.call(func, args, kwargs, place)
-
-    def call(self, func: Any, args: Any, kwargs: dict[str, Any], place: Place) -> Any:
-        """Call a factory on meta; the dispatch mode records it for its place."""
-        before = self.operations.place
-        self.operations.place = place
-        try:
-            return func(*args, **{**kwargs, "device": _META})
-        finally:
-            self.operations.place = before
-
-
-def _meta_of(arg: Any) -> Any:
-    """Return the plain meta tensor of a deferred one."""
-    return value_of(arg).meta if isinstance(arg, DeferredTensor) else arg
-
-
-_PLAIN_OPTIONS = frozenset({"device", "dtype", "requires_grad", "generator"})
-_DRAWING = frozenset({torch.rand, torch.randn})
-
-
-def _factory(
-    mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Record a common factory as one node, without dispatching it."""
-    place = mode.place(kwargs.get("device"))
-    if place is None or not kwargs.keys() <= _PLAIN_OPTIONS or not _sized(func, args):
-        if kwargs.get("device") is None:
-            return mode.call(func, args, kwargs, Place(None))
-        return mode.placed(func, args, kwargs)
-    recording = mode.recording
-    generator = kwargs.get("generator")
-    draw = Draw(generator) if func in _DRAWING else None
-    dtype = kwargs.get("dtype")
-    with recording.lock:
-        with no_dispatch():
-            if func is torch.full:
-                meta = torch.full(*args, dtype=dtype, device=_META)
-            else:
-                meta = torch.empty(*args, dtype=dtype, device=_META)
-        options = {"dtype": meta.dtype, "device": place}
-        node = append(recording, func, args, options, draw=draw, device=place.device)
-        value = new_value(recording, node.index, meta, place.device)
-        node.outs = (value,)
-    return wrap(value, kwargs.get("requires_grad", False))
-
-
-def _sized(func: Any, args: Any) -> bool:
-    """Whether the positional arguments are a plain size (and a plain fill value)."""
-    if func is torch.full:
-        if len(args) != 2 or isinstance(args[1], Tensor):
-            return False
-        args = args[:1]
-    return bool(args) and all(
-        type(a) is int
-        or (isinstance(a, (tuple, list)) and all(type(i) is int for i in a))
-        for a in args
-    )
-
-
-def _from_data(
-    mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]
-) -> Any:
-    """Record `torch.tensor` and its kin: values that the program states."""
-    data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
-    place = mode.place(kwargs.get("device"))
-    if place is None:
-        with no_dispatch():
-            return func(*args, **kwargs)
-    rest = {k: v for k, v in kwargs.items() if k not in ("device", "requires_grad")}
-    if isinstance(data, DeferredTensor):
-        if func is torch.tensor:
-            result: Tensor = data.detach().clone()
-        else:
-            result = data
-        options: dict[str, Any] = {}
-        if kwargs.get("dtype") is not None:
-            options["dtype"] = kwargs["dtype"]
-        if kwargs.get("device") is not None:
-            options["device"] = place.device or mode.recording.device
-        result = result.to(**options) if options else result
-        return result.requires_grad_(kwargs.get("requires_grad", False))
-    if func is not torch.tensor and not isinstance(
-        data, (list, tuple, int, float, bool)
-    ):
-        return _shared(mode, func, args, kwargs)
-    if isinstance(data, (list, tuple)) and any(
-        isinstance(t, DeferredTensor) for t in _tensors(data)
-    ):
-        data = _early_nest(data)
-    with plain_torch():
-        real = func(data, *args[1:], **rest, device="cpu")
-    result = ops.constant(mode.recording, real, place.device)
-    if kwargs.get("requires_grad"):
-        result.requires_grad_()
-    return result
-
-
-def _early_nest(data: Any) -> Any:
-    """Compute the deferred tensors in a nest of numbers."""
-    if isinstance(data, DeferredTensor):
-        return late.early_value(value_of(data))
-    if isinstance(data, (list, tuple)):
-        return type(data)(_early_nest(item) for item in data)
-    return data
-
-
-def _shared(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Make a real tensor over memory that numpy or a file owns."""
-    device = kwargs.get("device")
-    place = mode.place(device)
-    rest = {key: value for key, value in kwargs.items() if key != "device"}
-    with plain_torch():
-        real: Tensor = func(*args, **rest)
-    storage = real.untyped_storage()
-    if not storage.resizable():
-        mode.recording.borrowed[storage._cdata] = storage
-    if device is None and func is torch.from_numpy:
-        return real
-    if place is not None and (place.device or mode.recording.device).type != "cpu":
-        return ops.constant(mode.recording, real, place.device)
-    return real
-
-
-def _move(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Record a move of a real tensor to a device that need not exist yet."""
-    tensor = args[0]
-    if isinstance(tensor, DeferredTensor):
-        return func(*args, **kwargs)
-    if func is torch.Tensor.cuda:
-        target: Any = torch.device("cuda")
-    else:
-        parsed = args[1:]
-        if parsed and isinstance(parsed[0], Tensor):
-            target = parsed[0].device
-        else:
-            rest = {k: v for k, v in kwargs.items() if k not in ("copy", "other")}
-            target = torch._C._nn._parse_to(*parsed[:3], **rest)[0]
-            if "other" in kwargs:
-                target = kwargs["other"].device
-    if target is None or target.type in ("cpu", "meta") or tensor.device == _META:
-        return func(*args, **kwargs)
-    place = mode.operations.normal(target)
-    moved: Tensor = ops.constant(mode.recording, tensor.detach(), place)
-    return moved if func is torch.Tensor.cuda else moved.to(*args[1:], **kwargs)
-
-
-def _set_data(mode: RecordFactories, func: Any, args: Any) -> Any:
-    """Set `.data` of a real tensor to a deferred one: it becomes deferred."""
-    target, source = args
-    if isinstance(source, DeferredTensor) and not isinstance(target, DeferredTensor):
-        late.defer_in_place(target, value_of(source))
-        return None
-    return func(target, source)
-
-
-_SETTER = type(torch.Tensor.data.__set__)  # type: ignore[attr-defined]
-_HANDLERS: dict[Any, Callable[..., Any]] = {
-    **dict.fromkeys(
-        (torch.empty, torch.zeros, torch.ones, torch.full, torch.rand, torch.randn),
-        _factory,
-    ),
-    **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
-    **dict.fromkeys((torch.from_numpy, torch.frombuffer), _shared),
-    **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda), _move),
-}
-_CONSTRUCTORS = frozenset(_device_constructors()) - _HANDLERS.keys()

@@ -7,7 +7,8 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterator
 from typing import NamedTuple
 
-from deferred_init.record.graph import Node, Recording, Storage, Value
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Node, Storage, Value
 
 __all__ = ["Needs", "all_needs", "needs_of"]
 

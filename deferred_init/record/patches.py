@@ -83,7 +83,7 @@ def _truncated_normal(
 def _rebuild(*args: Any, **kwargs: Any) -> Any:
     """Stand in for the function that makes tensors from a file's storages."""
     with plain_torch():
-        return _rebuild_tensor(*args, **kwargs)
+        return _rebuild_tensor(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
 def _start(thread: threading.Thread) -> None:

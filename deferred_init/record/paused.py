@@ -7,7 +7,13 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["no_dispatch", "plain_torch"]
+__all__ = ["index_of", "no_dispatch", "plain_torch"]
+
+
+def index_of(device: torch.device) -> int | None:
+    """Return a device's index; torch's own annotation leaves `None` out."""
+    return device.index
+
 
 no_dispatch = torch._C._DisableTorchDispatch
 

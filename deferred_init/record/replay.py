@@ -6,27 +6,23 @@ See `deferred_init.record` for the description of the interface.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from deferred_init.record.graph import (
-    External,
+from deferred_init.record.execution import Executor
+from deferred_init.record.graph import Recording
+from deferred_init.record.needs import Needs, all_needs, needs_of
+from deferred_init.record.nodes import (
     ForeignValue,
     Mark,
     Node,
-    Place,
-    Recording,
     Reseed,
     Rewind,
     Stream,
     Value,
 )
-from deferred_init.record.needs import Needs, all_needs, needs_of
-from deferred_init.record.paused import plain_torch
-from deferred_init.record.problems import ReplayError
+from deferred_init.record.paused import index_of, plain_torch
 from deferred_init.record.timeline import Generators, Timeline, seeded_state
 
 __all__ = ["Replay"]
@@ -59,10 +55,11 @@ class Replay:
     ) -> None:
         self.recording = recording
         target = recording.device if device is None else torch.device(device)
-        if target.type == "cuda" and target.index is None:
+        if target.type == "cuda" and index_of(target) is None:
             target = torch.device("cuda", torch.cuda.current_device())
         self.device = target
         self.generators = Generators(recording, target)
+        self._executor = Executor(target, self.generators, self._foreign)
         self._before_random = before_random
         self._end = len(recording.nodes)
         self._wanted = set(wanted)
@@ -92,7 +89,9 @@ class Replay:
         Raises:
             ReplayError: If an operation fails; nothing is put back.
         """
-        stop = self._end if upto is None else getattr(upto, "index", upto)
+        stop = self._end if upto is None else upto
+        if isinstance(stop, Mark):
+            stop = stop.index
         needs = self._begin()
         with plain_torch(), torch.no_grad():
             for node in self.recording.nodes[self._position : stop]:
@@ -195,10 +194,10 @@ class Replay:
         if node.stream is not None and self._before_random is not None:
             if index in self._needed:
                 self._seed(node)
-                self._execute(node, self._env, needs.last)
+                self._executor.run(node, self._env, needs.last)
             return
         if index in self._needed:
-            self._execute(node, self._env, needs.last)
+            self._executor.run(node, self._env, needs.last)
         elif node.stream is not None:
             self.draw_only(node)
         elif isinstance(node, (Reseed, Rewind)) and self._before_random is None:
@@ -208,7 +207,8 @@ class Replay:
 
     def _seed(self, node: Node) -> None:
         """Ask the caller for the seed of a random node."""
-        assert self._before_random is not None and node.stream is not None
+        assert self._before_random is not None
+        assert node.stream is not None
         seed = self._before_random(node)
         if seed is not None:
             self.generators.of(node.stream).manual_seed(seed)
@@ -261,11 +261,20 @@ class Replay:
                         else:
                             state = self._timeline(node.stream).before(node.index)
                             self.generators.of(node.stream).set_state(state)
-                    self._execute(node, env, needs.last)
+                    self._executor.run(node, env, needs.last)
         finally:
             for generator, state in found.items():
                 generator.set_state(state)
         return [env[value] for value in values]
+
+    def execute(self, node: Node, env: dict[Value, Tensor]) -> None:
+        """Run one node in an environment of the caller's, in the caller's grad mode."""
+        self._executor.run(node, env)
+
+    def _foreign(self, foreign: ForeignValue) -> Tensor:
+        """Compute a value of another recording, as it was when this one read it."""
+        other = Replay(foreign.value.recording, self.device)
+        return other.value(foreign.value, foreign.upto)
 
     def draw_only(self, node: Node) -> None:
         """Draw the random numbers of a node and throw them away."""
@@ -283,7 +292,7 @@ class Replay:
                     meta.size(), meta.stride(), dtype=meta.dtype, device=place
                 )
         with plain_torch(), torch.no_grad():
-            self._call(node, env)
+            self._executor.call(node, env)
 
     def _timeline(self, stream: Stream) -> Timeline:
         """Return the timeline of a stream's generator, shared between replays."""
@@ -304,74 +313,3 @@ class Replay:
             self.generators.of(stream) for stream in streams if not stream.generator
         ]
         return {generator: generator.get_state() for generator in generators}
-
-    # -- one node -------------------------------------------------------------------
-
-    def _execute(
-        self, node: Node, env: dict[Value, Tensor], last: dict[int, list[Value]]
-    ) -> None:
-        """Run one node and store what it made; forget what is not used again."""
-        out = self._call(node, env)
-        outs = node.outs
-        if len(outs) == 1:
-            if outs[0] is not None:
-                env[outs[0]] = out if isinstance(out, Tensor) else out[0]
-        elif outs:
-            flat = torch.utils._pytree.tree_leaves(out)
-            for value, tensor in zip(outs, flat, strict=True):
-                if value is not None:
-                    env[value] = tensor
-        for value in last.get(node.index, ()):
-            env.pop(value, None)
-
-    def execute(self, node: Node, env: dict[Value, Tensor]) -> None:
-        """Run one node in an environment of the caller's, in the caller's grad mode."""
-        self._execute(node, env, {})
-
-    def _call(self, node: Node, env: dict[Value, Tensor]) -> Any:
-        """Call a node's operation on the real tensors."""
-        try:
-            args = [self._real(arg, env) for arg in node.args]
-            kwargs = node.kwargs
-            if not kwargs:
-                return node.call(*args)
-            return node.call(
-                *args, **{k: self._real(v, env) for k, v in kwargs.items()}
-            )
-        except torch.OutOfMemoryError:
-            raise
-        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
-            raise ReplayError(
-                f"recorded operation {node.index}, `{node.name}`, cannot be replayed "
-                f"on {self.device}: {error}"
-            ) from error
-
-    def _real(self, arg: Any, env: dict[Value, Tensor]) -> Any:
-        """Put real objects in the place of recorded ones."""
-        kind = type(arg)
-        if kind is Value:
-            return env[arg]
-        if kind is tuple or kind is list:
-            return kind(self._real(item, env) for item in arg)
-        if kind is Place:
-            return arg.device or self.device
-        if kind is External:
-            return _unchanged(arg)
-        if kind is Stream:
-            return self.generators.of(arg)
-        if kind is ForeignValue:
-            other = Replay(arg.value.recording, self.device)
-            return other.value(arg.value, arg.upto)
-        return arg
-
-
-def _unchanged(external: External) -> Tensor:
-    """Return a captured tensor, if it still is what was captured."""
-    tensor = external.tensor
-    if external.version is not None and tensor._version != external.version:
-        raise ReplayError(
-            f"a real tensor of shape {list(tensor.shape)} and type {tensor.dtype} that "
-            "the model reads was changed in place after it was recorded; materialize "
-            "before changing it, or pass a copy"
-        )
-    return tensor

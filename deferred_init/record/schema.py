@@ -52,10 +52,10 @@ class OpInfo:
         "has_dtype",
         "mutated",
         "mutated_names",
+        "names",
         "overwrites",
         "reshapes",
         "scalar",
-        "names",
     )
 
     def __init__(self, func: Any) -> None:

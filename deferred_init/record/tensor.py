@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.record.append import Draw, append_fill
-from deferred_init.record.graph import Recording, Storage, Value
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Storage, Value
 from deferred_init.record.paused import no_dispatch
 
 __all__ = [
@@ -120,10 +121,10 @@ def _positional(
 class DeferredTensor(torch.Tensor):
     """A tensor whose operations are recorded; see the note at the top of the file."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         return late.dispatch(func, args, kwargs or {})
@@ -135,6 +136,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """The device that the constructor believes in, while it runs; then meta."""
         value = value_of(self)
         if not value.recording.active:
             return _META
@@ -142,6 +144,7 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def is_meta(self) -> bool:  # type: ignore[override]
+        """Whether it looks like a meta tensor: not while its constructor runs."""
         if value_of(self).recording.active:
             return False
         caller = sys._getframe(1)
@@ -152,10 +155,12 @@ class DeferredTensor(torch.Tensor):
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
+        """Whether it claims to be on a CUDA device."""
         return self.device.type == "cuda"
 
     @property
     def is_cpu(self) -> bool:  # type: ignore[override]
+        """Whether it claims to be on the CPU."""
         return self.device.type == "cpu"
 
     def get_device(self) -> int:
@@ -164,7 +169,8 @@ class DeferredTensor(torch.Tensor):
         return -1 if device.type in ("cpu", "meta") else device.index or 0
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
+        """Another tensor object for the same value; assigning one shares its value."""
         return wrap(value_of(self))
 
     @data.setter
@@ -181,7 +187,7 @@ class DeferredTensor(torch.Tensor):
         """Return a deferred tensor of the caller's class for the same value."""
         return make_parameter(cls, self, self.requires_grad)
 
-    def to(self, *args: Any, **kwargs: Any) -> Tensor:  # type: ignore[override]
+    def to(self, *args: Any, **kwargs: Any) -> Tensor:
         """Record a conversion; a CUDA device need not exist yet."""
         return late.to(self, args, kwargs)
 
@@ -229,7 +235,7 @@ class DeferredTensor(torch.Tensor):
             "saving, pickling or sending it to another process"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         kind = "DeferredParameter" if "_is_param" in self.__dict__ else "DeferredTensor"
         tail = ", requires_grad=True" if self.requires_grad else ""
         where = value_of(self).device or value_of(self).recording.device

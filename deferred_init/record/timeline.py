@@ -16,7 +16,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from deferred_init.record.graph import Node, Recording, Reseed, Rewind, Stream
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Node, Reseed, Rewind, Stream
+from deferred_init.record.paused import index_of
 
 if TYPE_CHECKING:
     from deferred_init.record.replay import Replay
@@ -81,7 +83,7 @@ def default_generator(device: torch.device) -> torch.Generator:
     module: Any = torch.get_device_module(device)
     if device.type == "cuda":
         torch.cuda.init()
-    index = device.index
+    index = index_of(device)
     if index is None:
         index = module.current_device()
     generator: torch.Generator = module.default_generators[index]

@@ -15,8 +15,9 @@ import secrets
 import torch
 from torch import Tensor
 
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Reseed, Rewind, Stream
 from deferred_init.record.problems import RecordError
-from deferred_init.record.graph import Recording, Reseed, Rewind, Stream
 
 __all__ = ["GeneratorWatch", "is_seeded_state", "stream_of"]
 
@@ -93,7 +94,7 @@ class GeneratorWatch:
         """Return the stream of an explicit generator, a new one after a reseed."""
         entry = self._explicit.get(id(generator))
         if entry is not None:
-            known, tokens, state, stream = entry
+            _, tokens, _, stream = entry
             seed = generator.initial_seed()
             if seed == tokens.token:
                 return stream

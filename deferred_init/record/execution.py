@@ -1,0 +1,115 @@
+"""Run single nodes on real tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deferred_init.record.nodes import (
+    External,
+    ForeignValue,
+    Node,
+    Place,
+    Stream,
+    Value,
+)
+from deferred_init.record.problems import ReplayError
+from deferred_init.record.timeline import Generators
+
+__all__ = ["Executor"]
+
+
+class Executor:
+    """Runs nodes on one device.
+
+    Args:
+        device: Stands for the recording's own device.
+        generators: The generators to draw from.
+        foreign: Computes a value of another recording, as it was read.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        generators: Generators,
+        foreign: Callable[[ForeignValue], Tensor],
+    ) -> None:
+        self.device = device
+        self.generators = generators
+        self._foreign = foreign
+
+    def run(
+        self,
+        node: Node,
+        env: dict[Value, Tensor],
+        last: dict[int, list[Value]] | None = None,
+    ) -> None:
+        """Run one node in the caller's grad mode and store what it made.
+
+        Args:
+            node: The node.
+            env: The real tensors at hand; results are added.
+            last: For a node, the values to forget after it.
+        """
+        out = self.call(node, env)
+        outs = node.outs
+        if len(outs) == 1:
+            if outs[0] is not None:
+                env[outs[0]] = out if isinstance(out, Tensor) else out[0]
+        elif outs:
+            flat = torch.utils._pytree.tree_leaves(out)
+            for value, tensor in zip(outs, flat, strict=True):
+                if value is not None:
+                    env[value] = tensor
+        for value in last.get(node.index, ()) if last else ():
+            env.pop(value, None)
+
+    def call(self, node: Node, env: dict[Value, Tensor]) -> Any:
+        """Call a node's operation on the real tensors."""
+        try:
+            args = [self._real(arg, env) for arg in node.args]
+            kwargs = node.kwargs
+            if not kwargs:
+                return node.call(*args)
+            return node.call(
+                *args, **{k: self._real(v, env) for k, v in kwargs.items()}
+            )
+        except torch.OutOfMemoryError:
+            raise
+        except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
+            raise ReplayError(
+                f"recorded operation {node.index}, `{node.name}`, cannot be replayed "
+                f"on {self.device}: {error}"
+            ) from error
+
+    def _real(self, arg: Any, env: dict[Value, Tensor]) -> Any:
+        """Put real objects in the place of recorded ones."""
+        kind = type(arg)
+        if kind is Value:
+            return env[arg]
+        if kind is tuple or kind is list:
+            return kind(self._real(item, env) for item in arg)
+        if kind is Place:
+            return arg.device or self.device
+        if kind is External:
+            return _unchanged(arg)
+        if kind is Stream:
+            return self.generators.of(arg)
+        if kind is ForeignValue:
+            return self._foreign(arg)
+        return arg
+
+
+def _unchanged(external: External) -> Tensor:
+    """Return a captured tensor, if it still is what was captured."""
+    tensor = external.tensor
+    if external.version is not None and tensor._version != external.version:
+        raise ReplayError(
+            f"a real tensor of shape {list(tensor.shape)} and type {tensor.dtype} that "
+            "the model reads was changed in place after it was recorded; materialize "
+            "before changing it, or pass a copy"
+        )
+    return tensor

@@ -1,0 +1,60 @@
+"""Which value stands in which place of what a constructor returned.
+
+[Note: Finding the recording of a sharded parameter]
+`fully_shard` and `parallelize_module` put a DTensor in the place of each parameter. Its
+local tensor comes from recorded operations on the deferred parameter, so it leads to
+the recording; but it is not what one device would hold, and `distribute_tensor` even
+leaves it empty, since on meta it does not communicate. The value that counts is the
+one that the constructor left in the same place: same module object, same name. The
+recording keeps its result alive, so the `id` of a module stays its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+
+from deferred_init.record.graph import Recording, Value
+from deferred_init.record.tensor import DeferredTensor, value_of
+
+__all__ = ["remember_places", "value_in_place"]
+
+Place = tuple[int, str]
+
+
+def remember_places(recording: Recording, result: Any) -> None:
+    """Note the value behind each parameter and buffer of the modules in a result."""
+    pending = [result]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, nn.Module):
+            for module in item.modules():
+                for name, tensor in [*module._parameters.items(), *_buffers(module)]:
+                    if isinstance(tensor, DeferredTensor):
+                        recording.places[id(module), name] = value_of(tensor)
+        elif isinstance(item, (list, tuple)):
+            pending.extend(item)
+        elif isinstance(item, dict):
+            pending.extend(item.values())
+
+
+def value_in_place(owner: nn.Module, name: str, tensor: Tensor) -> Value | None:
+    """Return the recorded full value behind a tensor that a module holds.
+
+    Args:
+        owner: The module.
+        name: The name of its parameter or buffer.
+        tensor: What it holds there now: deferred itself, or a DTensor of which the
+            local tensor is.
+    """
+    if isinstance(tensor, DeferredTensor):
+        return value_of(tensor)
+    local = getattr(tensor, "_local_tensor", None)
+    if not isinstance(local, DeferredTensor):
+        return None
+    return value_of(local).recording.places.get((id(owner), name))
+
+
+def _buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:
+    return list(module._buffers.items())
