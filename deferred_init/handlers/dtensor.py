@@ -146,10 +146,12 @@ def region_on_this_rank(tensor: DTensor) -> Region | None:
 
 
 def _wrap(like: DTensor, local: Tensor, spec: Any) -> Tensor:
-    made: Tensor = DTensor(local, spec, requires_grad=False)
+    made: Any = DTensor(local, spec, requires_grad=like.requires_grad)
     if isinstance(like, nn.Parameter):
-        return nn.Parameter(made, requires_grad=like.requires_grad)
-    return made.requires_grad_(like.requires_grad)
+        # As `nn.Parameter` marks it, without the `detach()` that it calls before:
+        # a replay hands tensors over while dispatch to subclasses is off.
+        made._is_param = True
+    return made  # type: ignore[no-any-return]
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -32,7 +32,7 @@ from deferred_init.record import (
     final_class,
     place_of,
     recompute,
-    value_of,
+    value_in_place,
 )
 from deferred_init.rng import canonical_name, seed_for_name
 from deferred_init.slots import ModuleSite, Slot
@@ -50,7 +50,7 @@ class RecordedInitializer:
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
     ) -> Claim | None:
         """Claim every recorded tensor, at the place of its last use."""
-        slots = tuple(s for s in pending if isinstance(s.tensor, DeferredTensor))
+        slots = tuple(slot for slot in pending if _value(slot) is not None)
         if not slots:
             return None
         return Claim(
@@ -95,7 +95,7 @@ class _Replays:
         by_recording: dict[Recording, list[Slot]] = {}
         for step in steps:
             for slot in step.claim.slots:
-                value = value_of(slot.tensor)
+                value = _known_value(slot)
                 self._slots.setdefault(value, []).append(slot)
                 by_recording.setdefault(value.recording, []).append(slot)
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -138,7 +138,7 @@ class _Replays:
         if self._request.rng == "by_name":
             assert self._request.seed is not None, "checked by the verb"
             before_random = _by_name(recording, slots, self._request.seed)
-        wanted = [value_of(slot.tensor) for slot in slots]
+        wanted = [_known_value(slot) for slot in slots]
         return Replay(
             recording, self._device, wanted=wanted, before_random=before_random
         )
@@ -160,6 +160,9 @@ class _Replays:
         """Give a tensor that is ready to every object that stands for it."""
         tensor = self._on_target(tensor)
         for slot in self._slots[value]:
+            if not isinstance(slot.tensor, DeferredTensor):  # sharded since
+                self._workspace.adopt(slot, tensor)
+                continue
             if not slot.tensor.is_leaf:
                 self._computed.append((slot, value, tensor))
                 continue
@@ -216,7 +219,7 @@ def _storage_names(recording: Recording, slots: list[Slot]) -> dict[Storage, str
     """
     names: dict[Storage, str] = {}
     for slot in slots:
-        names.setdefault(value_of(slot.tensor).storage, canonical_name(slot.fqn))
+        names.setdefault(_known_value(slot).storage, canonical_name(slot.fqn))
     for node in reversed(recording.nodes):
         touched = [*node.writes, *(out.storage for out in node.outs if out is not None)]
         name = next((names[s] for s in touched if s in names), None)
@@ -242,7 +245,7 @@ def _serial(recording: Recording) -> int:
 
 
 def _order_of(slot: Slot) -> Order:
-    value = value_of(slot.tensor)
+    value = _known_value(slot)
     recording = value.recording
     num_nodes, uses = _last_uses.get(recording, (-1, {}))
     if num_nodes != len(recording.nodes):
@@ -257,6 +260,17 @@ def _order_of(slot: Slot) -> Order:
                 uses[storage] = node.index
         _last_uses[recording] = (len(recording.nodes), uses)
     return _serial(recording), uses.get(value.storage, value.node)
+
+
+def _value(slot: Slot) -> Value | None:
+    """Return the recorded value behind a slot, also if it was sharded since."""
+    return value_in_place(slot.owner, slot.name, slot.tensor)
+
+
+def _known_value(slot: Slot) -> Value:
+    value = _value(slot)
+    assert value is not None, "claimed because it has one"
+    return value
 
 
 def _place_hint(module: nn.Module) -> Order | None:

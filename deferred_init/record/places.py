@@ -15,7 +15,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from deferred_init.record.graph import Recording, Value
+from deferred_init.record.graph import Recording
+from deferred_init.record.nodes import Value
 from deferred_init.record.tensor import DeferredTensor, value_of
 
 __all__ = ["remember_places", "value_in_place"]
