@@ -66,6 +66,7 @@ class Replay:
         self._plan: Needs | None = None
         self._needed: set[int] = set()
         self._env: dict[Value, Tensor] = {}
+        self._scratch: Tensor | None = None
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
         self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
@@ -141,6 +142,7 @@ class Replay:
             self._settle_explicit()
         self._found = None
         self._env.clear()
+        self.free_scratch()
 
     def _untouched(self, generator: torch.Generator, found: Tensor) -> bool:
         """Whether a generator still is where the recording left it."""
@@ -284,15 +286,36 @@ class Replay:
         if reads:
             inner = Replay(self.recording, self.device)
             env.update(zip(reads, inner.values(reads, node.index), strict=True))
-        if scratch is not None:
-            meta = scratch.meta
-            place = scratch.device or self.device
-            with plain_torch():
-                env[scratch] = torch.empty_strided(
-                    meta.size(), meta.stride(), dtype=meta.dtype, device=place
-                )
         with plain_torch(), torch.no_grad():
+            if scratch is not None:
+                env[scratch] = self._scratch_for(scratch)
             self._executor.call(node, env)
+
+    def _scratch_for(self, value: Value) -> Tensor:
+        """Return memory of a value's geometry whose contents do not matter.
+
+        The value's own memory, if it is at hand: its contents are overwritten later.
+        Else a buffer that is kept, since fresh pages cost more than the draws.
+        """
+        own = self._env.get(value)
+        if own is not None:
+            return own
+        meta = value.meta
+        extent = meta.untyped_storage().nbytes() // meta.element_size()
+        place = value.device or self.device
+        kept = self._scratch
+        if (
+            kept is None
+            or kept.numel() < extent
+            or kept.dtype != meta.dtype
+            or (kept.device != place)
+        ):
+            self._scratch = kept = torch.empty(extent, dtype=meta.dtype, device=place)
+        return kept.as_strided(meta.size(), meta.stride())
+
+    def free_scratch(self) -> None:
+        """Let go of the buffer that numbers were drawn into for nobody."""
+        self._scratch = None
 
     def _timeline(self, stream: Stream) -> Timeline:
         """Return the timeline of a stream's generator, shared between replays."""

@@ -134,6 +134,7 @@ class Timeline:
             if drawn >= _CHECKPOINT_ELEMENTS:
                 state, dirty, drawn = generator.get_state(), False, 0
                 self._keep(position, state)
+        replay.free_scratch()
         if dirty:
             state = generator.get_state()
             if index > self._positions[-1]:
