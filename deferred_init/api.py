@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
+from deferred_init.distributed.agreement import agreed, finish_together
 from deferred_init.errors import AuditError
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.handlers.protocol import Request
@@ -50,6 +51,8 @@ def materialize(
     progress: bool | None = None,
     dtype: torch.dtype | None = None,
     values_from: str | None = None,
+    broadcast_from: int | None = None,
+    rank_timeout_s: float = 300.0,
 ) -> Report:
     """Give memory and values to everything in a model that has none, and prove it.
 
@@ -84,6 +87,10 @@ def materialize(
             would after eager construction.
         values_from: `"cpu"` replays a recorded model on the CPU and moves each
             tensor over, for the values of eager construction on the CPU.
+        broadcast_from: The rank whose values all others get, for models that are
+            real on one rank only; before sharding. Every rank has to call this.
+        rank_timeout_s: If the model is sharded, every rank that holds a part has to
+            call this; how long they wait for each other.
 
     Returns:
         The report; `print(report)` shows it.
@@ -113,6 +120,8 @@ def materialize(
         dtype=dtype,
         seed=seed,
         values_from=values_from,
+        broadcast_from=broadcast_from,
+        rank_timeout_s=rank_timeout_s,
     )
     inventory = _look(models)
     the_plan = _plan(inventory, request, opts)
@@ -215,7 +224,7 @@ def _plan(
     inventory: Inventory, request: Request, optimizers: tuple[Optimizer, ...]
 ) -> Plan:
     before = [*wrapper_problems(inventory), *check_holders(inventory, optimizers)]
-    return make_plan(inventory, request, before)
+    return agreed(inventory, request, lambda: make_plan(inventory, request, before))
 
 
 def _execute(
@@ -230,6 +239,7 @@ def _execute(
     workspace = ExecutionWorkspace(the_plan.inventory, request)
     with (
         all_or_nothing(workspace, generators),
+        finish_together(the_plan.inventory, request),
         progress_bar(the_plan, progress) as on_step,
     ):
         execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
@@ -61,6 +62,8 @@ def make_request(
     dtype: torch.dtype | None,
     seed: int | None = None,
     values_from: str | None = None,
+    broadcast_from: int | None = None,
+    rank_timeout_s: float = 300.0,
     must_exist: bool = True,
 ) -> Request:
     """Turn arguments into a request.
@@ -73,6 +76,8 @@ def make_request(
         dtype: A floating-point dtype, or None.
         seed: Needed by `rng="by_name"`.
         values_from: None or `"cpu"`.
+        broadcast_from: A rank of the default process group, or None.
+        rank_timeout_s: Seconds, more than 0.
         must_exist: Whether the device has to be there; False to plan elsewhere.
 
     Raises:
@@ -85,6 +90,10 @@ def make_request(
         raise ValueError(f"verify must be one of {_VERIFY}, found {verify!r}")
     if values_from not in (None, "cpu"):
         raise ValueError(f"values_from must be None or 'cpu', found {values_from!r}")
+    if not rank_timeout_s > 0:
+        raise ValueError(f"rank_timeout_s must be positive, found {rank_timeout_s!r}")
+    if broadcast_from is not None:
+        _check_source(broadcast_from)
     if rng == "by_name" and seed is None and must_exist:
         raise ValueError('rng="by_name" needs a seed: pass seed=<int>')
     if dtype is not None and not (
@@ -99,7 +108,22 @@ def make_request(
         verify=verify,
         seed=seed,
         values_from=values_from,
+        broadcast_from=broadcast_from,
+        rank_timeout_s=rank_timeout_s,
     )
+
+
+def _check_source(rank: int) -> None:
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError(
+            f"broadcast_from={rank} needs a process group: call "
+            "torch.distributed.init_process_group first"
+        )
+    if rank not in range(dist.get_world_size()):
+        raise ValueError(
+            f"broadcast_from must be a rank of 0 to {dist.get_world_size() - 1}, "
+            f"found {rank!r}"
+        )
 
 
 def wrapper_problems(inventory: Inventory) -> list[str]:

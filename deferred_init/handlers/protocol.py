@@ -47,6 +47,11 @@ class Request:
         seed: The seed, or None to go on with the generators as they are.
         values_from: `"cpu"` to replay recordings on the CPU whatever the target;
             None replays them on the target.
+        broadcast_from: The rank that hands its real values to the others, or None.
+        rank_timeout_s: How long ranks wait for each other.
+        draws_unneeded: Whether random numbers are drawn also for values that nobody
+            needs, to stay with eager's stream; not if a checkpoint has every
+            parameter.
     """
 
     device: torch.device
@@ -56,6 +61,9 @@ class Request:
     verify: str = "fast"
     seed: int | None = None
     values_from: str | None = None
+    broadcast_from: int | None = None
+    rank_timeout_s: float = 300.0
+    draws_unneeded: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

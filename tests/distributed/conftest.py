@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+
+# The processes that are started have to import the tests by name as well.
+sys.path.insert(0, str(Path(__file__).parent))
+
 from rank_pool import RankPool
 
 

@@ -1,0 +1,260 @@
+"""Ranks that share a model make the same plan and fail together.
+
+Everything that would let values differ between ranks is compared before anything is
+changed; disagreement is raised on every rank, with all values and who has which. At
+the end of the work each rank tells whether it succeeded, so that all keep the result
+or all roll back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from deferred_init.distributed.rendezvous import Meeting, RanksMissing, spell_ranks
+from deferred_init.errors import MaterializeError, PlanError
+from deferred_init.handlers.protocol import Request
+from deferred_init.plan import Plan
+from deferred_init.slots import Inventory, Slot, SlotKind
+
+__all__ = ["agreed", "finish_together", "meeting_for", "sharing_ranks"]
+
+_REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
+_MAX_SHOWN = 10
+
+
+def sharing_ranks(inventory: Inventory, request: Request) -> tuple[int, ...]:
+    """Return the ranks that hold parts of the same tensors, or nothing if just one."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return ()
+    if "fake" in dist.get_backend() or dist.get_world_size() == 1:
+        return ()
+    if request.broadcast_from is not None:
+        return tuple(range(dist.get_world_size()))
+    ranks: set[int] = set()
+    for slot in inventory.slots:
+        mesh = getattr(slot.tensor, "device_mesh", None)
+        if mesh is not None:
+            ranks.update(mesh.mesh.flatten().tolist())
+    return tuple(sorted(ranks)) if len(ranks) > 1 and dist.get_rank() in ranks else ()
+
+
+def meeting_for(inventory: Inventory, request: Request) -> Meeting | None:
+    """Return the meeting of the ranks that share a model, or None if just one."""
+    ranks = sharing_ranks(inventory, request)
+    return Meeting(ranks, request.rank_timeout_s) if ranks else None
+
+
+def agreed(inventory: Inventory, request: Request, make: Callable[[], Plan]) -> Plan:
+    """Make a plan and compare it with those of the other ranks.
+
+    Args:
+        inventory: This rank's model.
+        request: This rank's arguments.
+        make: Makes the plan.
+
+    Raises:
+        PlanError: The ranks disagree, one of them has no plan, or one did not come
+            in time; raised on all ranks.
+    """
+    meeting = meeting_for(inventory, request)
+    if meeting is None:
+        return make()
+    plan: Plan | None = None
+    failure: Exception | None = None
+    try:
+        plan = make()
+    except Exception as error:  # noqa: BLE001 - raised below, when all know of it
+        failure = error
+    lines = _structure(inventory, request)
+    facts = _facts(request, plan, lines)
+    if failure is not None:
+        facts["failure"] = f"{type(failure).__name__}: {failure}"
+    problems = _compare(meeting, facts, lines)
+    if failure is not None:
+        raise failure
+    if problems:
+        raise PlanError(
+            "the ranks disagree; nothing was changed:\n"
+            + "\n".join(f"  - {problem}" for problem in problems),
+            problems,
+        )
+    assert plan is not None
+    return plan
+
+
+@contextmanager
+def finish_together(inventory: Inventory, request: Request) -> Iterator[None]:
+    """Let the body succeed only if it succeeds on all ranks that share the model.
+
+    Raises:
+        MaterializeError: The body failed on another rank, or a rank did not come.
+    """
+    meeting = meeting_for(inventory, request)
+    if meeting is None:
+        yield
+        return
+    try:
+        yield
+    except BaseException as error:
+        try:
+            meeting.decide(f"{type(error).__name__}: {error}", _failures)
+        except RanksMissing:
+            pass  # the rank's own failure is the one to tell about
+        raise
+    try:
+        failures = meeting.decide(None, _failures)
+    except RanksMissing as error:
+        raise MaterializeError(str(error)) from error
+    if failures:
+        raise MaterializeError("; ".join(failures))
+
+
+def _failures(answers: Mapping[int, Any]) -> list[str]:
+    return [
+        f"it failed on {_ranks(ranks)}: {text}"
+        for text, ranks in _by_answer(answers).items()
+        if text != "None"
+    ]
+
+
+def _facts(
+    request: Request, plan: Plan | None, lines: Mapping[str, str]
+) -> dict[str, str]:
+    """Return what has to be equal everywhere, by the name that a message gives it."""
+    te = sys.modules.get("transformer_engine")
+    facts = {
+        "torch": torch.__version__,
+        "Transformer Engine": str(getattr(te, "__version__", None)),
+        "rng": request.rng,
+        "seed": str(request.seed),
+        "device": request.device.type,
+        "dtype": str(request.dtype),
+        "recipe": _named_digest(request.recipe),
+        "verify": request.verify,
+        "broadcast_from": str(request.broadcast_from),
+    }
+    if request.rng == "by_name":
+        return facts
+    if request.seed is None and plan is not None and plan.steps:
+        facts["state of the random generator"] = _generator_digest(request.device)
+    facts["model"] = _digest("\n".join(f"{k} {v}" for k, v in lines.items()))
+    if request.broadcast_from is None and plan is not None:
+        facts["order of initialization"] = _digest(
+            "\n".join(f"{step.site.fqn} {step.claim.source}" for step in plan.steps)
+        )
+    return facts
+
+
+def _compare(
+    meeting: Meeting, facts: dict[str, str], lines: dict[str, str]
+) -> list[str]:
+    """Compare the facts; if models differ, meet again to learn in which tensors."""
+    try:
+        problems, models_differ = meeting.decide(facts, _judge_facts)
+        if models_differ:
+            problems = [*problems, *meeting.decide(lines, _judge_models)]
+    except RanksMissing as error:
+        return [str(error)]
+    return problems
+
+
+def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], bool]:
+    failed = {
+        rank: facts["failure"] for rank, facts in answers.items() if "failure" in facts
+    }
+    problems = [
+        f"there is no plan on {_ranks(ranks)}: {text}"
+        for text, ranks in _by_answer(failed).items()
+    ]
+    differ = False
+    for name in dict.fromkeys(key for facts in answers.values() for key in facts):
+        values = {rank: facts[name] for rank, facts in answers.items() if name in facts}
+        groups = _by_answer(values)
+        if name == "failure" or len(groups) < 2:
+            continue
+        if name == "model":
+            differ = True
+        elif name != "order of initialization" or not differ:
+            shown = ", ".join(f"{v} on {_ranks(r)}" for v, r in groups.items())
+            problems.append(f"{name}: {shown}")
+    return problems, differ
+
+
+def _judge_models(answers: Mapping[int, Any]) -> list[str]:
+    """Name the tensors in which the models of the ranks differ."""
+    names = dict.fromkeys(name for lines in answers.values() for name in lines)
+    problems = []
+    for name in names:
+        values = {rank: lines.get(name, "absent") for rank, lines in answers.items()}
+        groups = _by_answer(values)
+        if len(groups) > 1:
+            shown = ", ".join(f"{v} on {_ranks(r)}" for v, r in groups.items())
+            problems.append(f"`{name}`: {shown}")
+    if any(" real" in problem and " deferred" in problem for problem in problems):
+        problems.append(
+            "a model that is real on one rank only is handed to the others with "
+            "`broadcast_from=<that rank>`, before it is sharded"
+        )
+    if len(problems) > _MAX_SHOWN + 1:
+        hidden = len(problems) - _MAX_SHOWN
+        problems = [*problems[: _MAX_SHOWN - 1], f"... and {hidden} more", problems[-1]]
+    return problems
+
+
+def _structure(inventory: Inventory, request: Request) -> dict[str, str]:
+    """Describe every parameter and buffer, by name."""
+    return {
+        slot.fqn: _describe(slot, request)
+        for slot in inventory.slots
+        if slot.kind in _REGISTERED
+    }
+
+
+def _describe(slot: Slot, request: Request) -> str:
+    tensor: Tensor = slot.tensor
+    parts = [f"{slot.kind.value} {list(tensor.size())} {tensor.dtype}"]
+    placements = getattr(tensor, "placements", None)
+    if placements is not None:
+        parts.append(f"sharded {[str(placement) for placement in placements]}")
+    if tensor.requires_grad:
+        parts.append("trained")
+    if request.broadcast_from is None:
+        parts.append("deferred" if slot.deferred else "real")
+    return " ".join(parts)
+
+
+def _named_digest(recipe: Any) -> str:
+    if recipe is None:
+        return "None"
+    return f"{getattr(recipe, 'name', 'recipe')} ({_digest(repr(recipe))})"
+
+
+def _generator_digest(device: torch.device) -> str:
+    state = torch.random.get_rng_state()
+    if device.type not in ("cpu", "meta"):
+        state = torch.get_device_module(device).get_rng_state(device)
+    return _digest(state.numpy().tobytes())
+
+
+def _digest(data: str | bytes) -> str:
+    raw = data.encode() if isinstance(data, str) else data
+    return hashlib.sha256(raw).hexdigest()[:12]
+
+
+def _by_answer(answers: Mapping[int, Any]) -> dict[str, list[int]]:
+    groups: dict[str, list[int]] = {}
+    for rank, answer in answers.items():
+        groups.setdefault(str(answer), []).append(rank)
+    return groups
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spell_ranks(ranks)}"

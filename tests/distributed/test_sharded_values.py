@@ -1,0 +1,166 @@
+"""A sharded model equals the one that a single process makes, bit for bit."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from models import LAYOUTS, Net, compare, shard, train
+from rank_pool import RankPool
+from torch import nn
+
+import deferred_init as di
+
+Ranks = Callable[[int], RankPool]
+CASES = [(layout, world) for layout, worlds in LAYOUTS.items() for world in worlds]
+
+
+def _deferred(built: str, make: Callable[[], nn.Module] = Net) -> nn.Module:
+    if built == "recorded":
+        return di.deferred_init(make)
+    with torch.device("meta"):
+        return make()
+
+
+class MetaNet(Net):
+    """Without the buffers, whose values a model on meta does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device("cpu"):
+            self.positions = torch.arange(3.0) / 3
+            for index, block in enumerate(self.blocks):
+                block.scale = torch.full((1,), 0.5 + index)
+
+
+def _values(_rank: int, layout: str, built: str) -> None:
+    warnings.simplefilter("ignore")
+    make = Net if built == "recorded" else MetaNet
+    torch.manual_seed(11)
+    if built == "recorded":
+        expected: nn.Module = make()
+    else:
+        # Eager construction without the draws for buffers that meta leaves out.
+        expected = _eager_without_buffer_draws()
+    state = torch.get_rng_state()
+    model = _deferred(built, make)
+    shard(model, layout)
+    held = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([p for p in held.values() if p.requires_grad], lr=0.1)
+    report = di.materialize(model, "cpu", seed=11, optimizers=[optimizer])
+    assert report.ok
+    assert torch.equal(torch.get_rng_state(), state)
+    compare(model, expected)
+    for name, parameter in model.named_parameters():
+        assert parameter is held[name]
+    assert model.head.weight is model.embed.weight
+    reference = torch.optim.AdamW(
+        [p for p in expected.parameters() if p.requires_grad], lr=0.1
+    )
+    got, wanted = train(model, optimizer), train(expected, reference)
+    tolerance = 0.05 if layout == "mixed precision" else 1e-5
+    assert got == pytest.approx(wanted, rel=tolerance)
+
+
+def _eager_without_buffer_draws() -> nn.Module:
+    original = torch.rand
+    torch.rand = lambda *size: torch.empty(*size)  # type: ignore[assignment]
+    try:
+        return MetaNet()
+    finally:
+        torch.rand = original  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(("layout", "world"), CASES)
+def test_a_recorded_model_sharded_before_equals_eager_and_trains_alike(
+    ranks: Ranks, layout: str, world: int
+) -> None:
+    ranks(world).run(_values, layout, "recorded")
+
+
+@pytest.mark.parametrize(("layout", "world"), CASES)
+def test_a_model_on_meta_sharded_before_equals_eager_and_trains_alike(
+    ranks: Ranks, layout: str, world: int
+) -> None:
+    ranks(world).run(_values, layout, "meta")
+
+
+def _sharded_after(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    expected = Net()
+    model = di.deferred_init(Net)
+    di.materialize(model, "cpu", seed=5)
+    shard(model, "fsdp")
+    compare(model, expected)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    assert train(model, optimizer) == pytest.approx(train(expected, reference), 1e-5)
+    assert di.audit(model, optimizers=[optimizer]).ok
+
+
+def test_a_model_may_be_sharded_after_it_was_materialized(ranks: Ranks) -> None:
+    ranks(2).run(_sharded_after)
+
+
+def _composite(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    from torch.distributed.fsdp import fully_shard
+
+    def make() -> nn.Module:
+        return nn.Transformer(8, 2, 1, 1, 16)
+
+    torch.manual_seed(3)
+    expected = make()
+    state = torch.get_rng_state()
+    model = _deferred("meta", make)
+    fully_shard(model)
+    di.materialize(model, "cpu", seed=3)
+    compare(model, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_init_code_that_rewrites_a_whole_model_sees_full_tensors(
+    ranks: Ranks,
+) -> None:
+    ranks(2).run(_composite)
+
+
+def _dtype(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    expected = Net().to(torch.bfloat16)
+    model = di.deferred_init(Net)
+    shard(model, "fsdp")
+    di.materialize(model, "cpu", seed=5, dtype=torch.bfloat16)
+    compare(model, expected)
+
+
+def test_a_dtype_that_is_asked_for_reaches_the_shards(ranks: Ranks) -> None:
+    ranks(3).run(_dtype)
+
+
+def _after_a_failed_forward(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    torch.manual_seed(5)
+    expected = Net()
+    model = di.deferred_init(Net)
+    shard(model, "fsdp")
+    with pytest.raises(RuntimeError, match="materialized from meta"):
+        model(torch.tensor([[1, 2]]))
+    di.materialize(model, "cpu", seed=5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    reference = torch.optim.SGD(expected.parameters(), lr=0.1)
+    assert train(model, optimizer) == pytest.approx(train(expected, reference), 1e-5)
+    compare_loosely = torch.testing.assert_close
+    for name, parameter in expected.named_parameters():
+        full = dict(model.named_parameters())[name].full_tensor()
+        compare_loosely(full, parameter)
+
+
+def test_fsdp_gathers_the_new_memory_also_if_a_forward_on_meta_had_failed(
+    ranks: Ranks,
+) -> None:
+    ranks(2).run(_after_a_failed_forward)
