@@ -35,11 +35,11 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import zoo  # noqa: E402
-from zoo_configs import iter_cases  # noqa: E402
-from zoo_step import train_step  # noqa: E402
+import zoo
+from zoo_configs import iter_cases
+from zoo_step import train_step
 
-import deferred_init as di  # noqa: E402
+import deferred_init as di
 
 Build = Callable[[], nn.Module]
 

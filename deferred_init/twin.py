@@ -25,8 +25,9 @@ def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str
     """Say in what a twin differs from the model in structure, or None.
 
     Compared are the modules (names, order, types), the parameters and buffers
-    (names, order, class, sizes, strides, dtype, persistence) and which of them share
-    storage; not values, devices or `requires_grad`.
+    (names, order, class, sizes, strides, dtype, persistence) and that those which share
+    storage share it in the twin; not values, devices or `requires_grad`. A tie that
+    only the twin has is no difference: `model.to("meta")` loses ties.
 
     Args:
         site: The subtree.
@@ -53,8 +54,10 @@ def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str
             return f"`{mine.fqn}`"
         if _geometry(mine.tensor, dtypes) != _geometry(its.tensor, dtypes):
             return f"the geometry of `{mine.fqn}`"
-    if _sharing(left) != _sharing(right):
-        return "which tensors share memory"
+    groups, wider = _sharing(left), _sharing(right)
+    for index, mine in enumerate(left):
+        if wider[index] != wider[groups[index]]:
+            return f"with what `{mine.fqn}` shares memory"
     return None
 
 

@@ -27,10 +27,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, initialization
 
 from deferred_init.aliases import storage_key
 from deferred_init.dry_run import WriteWatch
+from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.rng import GeneratorSnapshot
@@ -90,6 +91,8 @@ class HFInitWeights:
             )
         if not intent.filled and not intent.touched:
             return None
+        if halves := _half_tied(site):
+            return Claim(problems=(halves,))
         self._intents[site.module] = intent
         return Claim(
             slots=intent.filled,
@@ -107,7 +110,10 @@ class HFInitWeights:
         site, intent = step.site, self._intents[step.site.module]
         workspace.allocate(step.claim.slots)
         given = [(slot, slot.read()) for slot in step.claim.slots]
-        with _set_aside(intent.endangered), _guarded(s.tensor for s in intent.real):
+        # In eager construction ties are made after initialization.
+        apart = [one for one, other in _ties(site) if one.read() is other.read()]
+        aside = _set_aside([*intent.endangered, *apart])
+        with aside, _guarded(slot.tensor for slot in intent.real):
             for one in site.post_order():
                 setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
             site.module.initialize_weights()
@@ -117,6 +123,7 @@ class HFInitWeights:
                 slot.write(tensor)
         for one in site.post_order():
             setattr(one.module, _INITIALIZED, True)
+        _tie_again(site, {id(slot.tensor) for slot in intent.real}, workspace)
 
 
 def _dry_run(site: ModuleSite) -> _Intent:
@@ -136,7 +143,8 @@ def _dry_run(site: ModuleSite) -> _Intent:
     before = {id(slot.tensor): storage_key(memo[id(slot.tensor)]) for slot in slots}
     generators = GeneratorSnapshot(torch.device("cpu"))
     try:
-        with _guarded(memo[id(slot.tensor)] for slot in real), WriteWatch() as watch:
+        flagged = _guarded(memo[id(slot.tensor)] for slot in real)
+        with flagged, _visible_inits(), WriteWatch() as watch:
             hollow.initialize_weights()
     finally:
         generators.restore()
@@ -205,7 +213,69 @@ def _guarded(tensors: Iterable[Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def _set_aside(slots: tuple[Slot, ...]) -> Iterator[None]:
+def _visible_inits() -> Iterator[None]:
+    """Let every init function fill its tensor also on meta.
+
+    Some return at once there (`trunc_normal_` since torch 2.12), and others compute
+    what nobody needs. All of them overwrite the whole tensor.
+    """
+    originals = dict(initialization.TORCH_INIT_FUNCTIONS)
+
+    def fill(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        with torch.no_grad():
+            return tensor.zero_()
+
+    initialization.TORCH_INIT_FUNCTIONS.update(dict.fromkeys(originals, fill))
+    try:
+        yield
+    finally:
+        initialization.TORCH_INIT_FUNCTIONS.update(originals)
+
+
+def _ties(site: ModuleSite) -> list[tuple[Slot, Slot]]:
+    """Pairs of slots that the model says are tied, the dependent one first."""
+    prefix = f"{site.fqn}." if site.fqn else ""
+    slots = {slot.fqn: slot for one in site.post_order() for slot in one.slots}
+    names = getattr(site.module, "all_tied_weights_keys", {}).items()
+    pairs = [(slots.get(prefix + a), slots.get(prefix + b)) for a, b in names]
+    return [(one, other) for one, other in pairs if one and other]
+
+
+def _half_tied(site: ModuleSite) -> str | None:
+    """Say what is tied by memory only, as `init_empty_weights` leaves it.
+
+    Two Parameters over one memory would be filled one after the other.
+    """
+    names = [
+        f"{one.fqn} and {other.fqn}"
+        for one, other in _ties(site)
+        if one.tensor is not other.tensor
+        and one.deferred
+        and storage_key(one.tensor) == storage_key(other.tensor)
+    ]
+    if not names:
+        return None
+    return (
+        f"{len(names)} ties of `{type(site.module).__name__}` are two Parameter "
+        f"objects over one memory: {listing(names)}, expected one object, which "
+        "`init_empty_weights` takes apart: call `model.tie_weights()` before"
+    )
+
+
+def _tie_again(site: ModuleSite, real: set[int], workspace: Workspace) -> None:
+    """Tie what the model says is tied and `.to("meta")` or a loader took apart."""
+    for one, other in _ties(site):
+        if one.read() is other.read():
+            continue
+        if id(one.tensor) in real:
+            one, other = other, one
+        if id(one.tensor) not in real and one.tensor.shape == other.tensor.shape:
+            one.write(other.read())
+            workspace.note(f"tied `{one.fqn}` to `{other.fqn}` again")
+
+
+@contextmanager
+def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
     """Put copies in the places of tensors that would be written to."""
     originals = [(slot, slot.read()) for slot in slots]
     for slot, original in originals:

@@ -128,19 +128,37 @@ class HFConstructor:
         site = step.site
         construction = self._known[site.module]
         twin = construction.build(site.module)
-        made: dict[int, tuple[Slot, Tensor]] = {}
-        for slot, tensor in matching_slots(site, step.claim.slots, twin):
-            first = made.get(id(tensor))
-            if first is not None:  # a tie that was lost on the way to meta
-                _tie_again(slot, first[0], site, workspace)
-                continue
-            made[id(tensor)] = (slot, slot.tensor)
-            if construction.cast and tensor.dtype != slot.tensor.dtype:
-                tensor = tensor.to(slot.tensor.dtype)
-            workspace.adopt(slot, tensor)
+        claimed = {id(slot.tensor) for slot in step.claim.slots}
+        slots = [slot for below in site.post_order() for slot in below.slots]
+        pairs = matching_slots(site, slots, twin)
+        kept = _kept(pairs, claimed)
+        for slot, tensor in pairs:
+            keeper = kept[id(tensor)]
+            if slot.tensor is not keeper.tensor:
+                slot.write(keeper.read())
+                workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
+            elif id(slot.tensor) in claimed:
+                claimed.remove(id(slot.tensor))
+                if construction.cast and tensor.dtype != slot.tensor.dtype:
+                    tensor = tensor.to(slot.tensor.dtype)
+                workspace.adopt(slot, tensor)
         for ours, its in matching_modules(site, twin):
             if _INITIALIZED in vars(its):
                 setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _kept(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> dict[int, Slot]:
+    """For each tensor of the twin, the slot whose tensor object stands for it.
+
+    That is the first one, or a loaded one. The twin may have ties that the model has
+    lost: `.to("meta")` makes one tensor per name, and so do loaders.
+    """
+    kept: dict[int, Slot] = {}
+    for slot, tensor in pairs:
+        known = kept.setdefault(id(tensor), slot)
+        if id(known.tensor) in claimed and id(slot.tensor) not in claimed:
+            kept[id(tensor)] = slot
+    return kept
 
 
 def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
@@ -224,11 +242,6 @@ def _real_bytes(slots: list[Slot]) -> int:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-def _tie_again(slot: Slot, first: Slot, site: ModuleSite, workspace: Workspace) -> None:
-    slot.write(first.read())
-    workspace.note(f"tied `{slot.fqn}` to `{first.fqn}` again, as {site.fqn} does")
 
 
 @contextmanager
