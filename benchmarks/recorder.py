@@ -222,8 +222,8 @@ def main() -> int:
     for line in lines:
         verdict = "" if line.ratio <= line.limit else f"  ABOVE {line.limit}"
         print(
-            f"{line.what:52} {line.ours_s * 1e3:10.3f} ms {line.theirs_s * 1e3:10.3f} ms"
-            f" {line.ratio:6.2f} x{verdict}  {line.note}"
+            f"{line.what:44} {line.ours_s * 1e3:10.3f} ms"
+            f" {line.theirs_s * 1e3:10.3f} ms {line.ratio:6.2f} x{verdict}  {line.note}"
         )
     if args.json:
         held = [{**asdict(line), "ratio": line.ratio} for line in lines]

@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import deferred_init.record as record  # noqa: E402
+import deferred_init.record as record
 
 MAX_PARAMETERS = 60_000_000
 SEED = 1234

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -78,17 +79,31 @@ def deferred_init(
             recording.cuda_starts[index] = generator.get_state()
     recording.watch = GeneratorWatch(recording)
     recording.active = True
+    seeds_queued = _queued_cuda_seeds()
     try:
         with Patches(), _Recorder(recording).modes():
             result = fn(*args, **kwargs)
     finally:
         recording.active = False
         recording.watch.close()
+        _restore_cuda(recording, seeds_queued)
         recording.watch = None
         recording.borrowed.clear()
     recording.result = result
     remember_places(recording, result)
     return result
+
+
+def _queued_cuda_seeds() -> dict[str, Any]:
+    """Return what `torch.manual_seed` left to be done when CUDA starts."""
+    return copy.copy(vars(torch.cuda._lazy_seed_tracker))
+
+
+def _restore_cuda(recording: Recording, seeds_queued: dict[str, Any]) -> None:
+    """Undo for CUDA what a `torch.manual_seed` in the constructor did."""
+    vars(torch.cuda._lazy_seed_tracker).update(seeds_queued)
+    for index, state in recording.cuda_starts.items():
+        torch.cuda.default_generators[index].set_state(state)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

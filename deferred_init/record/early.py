@@ -52,3 +52,4 @@ def _draws(value: Value) -> bool:
 
 
 late.early_value = early_value
+late.early_device = early_device

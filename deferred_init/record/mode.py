@@ -79,10 +79,10 @@ class RecordOperations(TorchDispatchMode):
                 self.recording.borrowed[storage._cdata] = storage
                 return found[0]
             return constant(self.recording, found[0], self.default_place())
-        if any(tensor.device == _META for tensor in found):
-            return func(*args, **kwargs)
         if self.place is not None and op_info(func).has_device:
             return ops.record(self.recording, func, args, kwargs, self.place)
+        if any(tensor.device == _META for tensor in found):
+            return func(*args, **kwargs)
         device = kwargs.get("device")
         if device is not None and device.type not in ("cpu", "meta"):
             place = Place(self.normal(device))

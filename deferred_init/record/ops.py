@@ -18,7 +18,7 @@ from torch import Tensor
 from deferred_init.record.append import Draw, append
 from deferred_init.record.capture import capture
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import ForeignValue, Place, Storage, Value
+from deferred_init.record.nodes import External, ForeignValue, Place, Storage, Value
 from deferred_init.record.paused import no_dispatch, plain_torch
 from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.schema import OpInfo, op_info
@@ -73,12 +73,21 @@ class _Call:
         "meta_kwargs",
         "owners",
         "recording",
+        "shapes_only",
         "storages",
         "tensors",
     )
 
-    def __init__(self, recording: Recording, args: Any, kwargs: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        recording: Recording,
+        args: Any,
+        kwargs: dict[str, Any],
+        *,
+        shapes_only: bool,
+    ) -> None:
         self.recording = recording
+        self.shapes_only = shapes_only
         self.owners: dict[int, DeferredTensor] = {}
         self.storages: dict[int, Storage] = {}
         self.inherits: Value | None = None
@@ -106,6 +115,8 @@ class _Call:
         if isinstance(arg, Tensor):
             self.tensors += 1
             if arg.device == _META:
+                if self.shapes_only:
+                    return External(arg, guarded=False), arg
                 raise RecordError(
                     "a recorded operation reads a plain meta tensor, which has no "
                     f"values, at {user_line()}"
@@ -141,7 +152,7 @@ def record(
     if info.scalar or _writes_real(info, args, kwargs):
         return _run_early(recording, func, args, kwargs)
     with recording.lock, no_dispatch():
-        call = _Call(recording, args, kwargs)
+        call = _Call(recording, args, kwargs, shapes_only=info.like)
         device = _device_of(call, place if info.has_device else None)
         if info.reshapes:
             return _reshape(call, info, func, args, device)
@@ -149,6 +160,9 @@ def record(
             out: Any = call.meta[0]
         else:
             out = _shape(call, info, func, args, kwargs)
+            if isinstance(out, Tensor) and out.layout is not torch.strided:
+                # No storage to record on: this tensor alone is made for real.
+                return _run_early(recording, func, args, kwargs)
         return _append(call, info, func, out, device)
 
 
@@ -334,6 +348,8 @@ def _run_early(
     with recording.lock:
         real_args = [real(arg) for arg in args]
         real_kwargs = {key: real(arg) for key, arg in kwargs.items()}
+        if real_kwargs.get("device") is not None:
+            real_kwargs["device"] = late.early_device(recording)
         try:
             with plain_torch():
                 return func(*real_args, **real_kwargs)

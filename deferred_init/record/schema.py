@@ -38,6 +38,7 @@ class OpInfo:
         draws: It draws random numbers.
         fills: It only fills its first argument, so meta need not run it.
         overwrites: It overwrites all of its first argument without reading it.
+        like: It only looks at the geometry of its first argument.
         reshapes: It changes the geometry of its first argument in place.
         mutated: Positions of the arguments that it writes to.
         mutated_names: The keyword-only ones.
@@ -50,6 +51,7 @@ class OpInfo:
         "fills",
         "has_device",
         "has_dtype",
+        "like",
         "mutated",
         "mutated_names",
         "names",
@@ -82,6 +84,7 @@ class OpInfo:
         self.fills = name in _FILLS
         self.overwrites = name in _OVERWRITES
         self.reshapes = name in _RESHAPES or torch.Tag.inplace_view in tags
+        self.like = name.endswith("_like") or name.startswith("aten::new_")
         self.has_dtype = "dtype" in self.names
         self.has_device = "device" in self.names
 

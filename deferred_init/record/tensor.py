@@ -64,6 +64,7 @@ class _Late:
     to: Callable[..., Tensor]
     deepcopy: Callable[..., Tensor]
     early_value: Callable[[Value], Tensor]
+    early_device: Callable[[Recording], torch.device]
     defer_in_place: Callable[[Tensor, Value], None]
 
 

@@ -187,3 +187,18 @@ def test_weights_read_from_a_file_inside_stay_real(
         self.register_buffer("kept", loaded["weight"])
 
     assert_eager_equals_deferred(body)
+
+
+# torch warns once that it does not check sparse tensors.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks:UserWarning")
+def test_sparse_tensors_are_made_for_real(assert_eager_equals_deferred):
+    def body(self):
+        dense = (torch.rand(4, 4) > 0.5).float()
+        sparse = dense.to_sparse()
+        rows = torch.tensor([[0, 1], [1, 0]])
+        listed = torch.sparse_coo_tensor(rows, torch.rand(2), (2, 2))
+        self.register_buffer("back", sparse.to_dense())
+        self.register_buffer("listed", listed.to_dense())
+        self.linear = nn.Linear(2, 2)
+
+    assert_eager_equals_deferred(body)
