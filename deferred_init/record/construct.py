@@ -103,7 +103,7 @@ def _restore_cuda(recording: Recording, seeds_queued: dict[str, Any]) -> None:
     """Undo for CUDA what a `torch.manual_seed` in the constructor did."""
     vars(torch.cuda._lazy_seed_tracker).update(seeds_queued)
     for index, state in recording.cuda_starts.items():
-        torch.cuda.default_generators[index].set_state(state)
+        torch.cuda.default_generators[index or 0].set_state(state)
 
 
 def _device(device: torch.device | str | None) -> torch.device:

@@ -113,7 +113,7 @@ def defer_in_place(tensor: Tensor, value: Value) -> None:
         )
         new.__dict__["_value"] = value
     new.__dict__.update(tensor.__dict__)
-    tensor.__class__, new.__class__ = type(new), final  # type: ignore[assignment]
+    tensor.__class__, new.__class__ = type(new), final
     tensor.__dict__, new.__dict__ = new.__dict__, tensor.__dict__
     torch._C._swap_tensor_impl(tensor, new)
 

@@ -149,7 +149,7 @@ def record(
         RecordError: If it can be neither recorded nor computed early.
     """
     info = op_info(func)
-    if info.scalar or _writes_real(info, args, kwargs):
+    if info.scalar or info.opaque or _writes_real(info, args, kwargs):
         return _run_early(recording, func, args, kwargs)
     with recording.lock, no_dispatch():
         call = _Call(recording, args, kwargs, shapes_only=info.like)

@@ -30,6 +30,10 @@ _RESHAPES = ("aten::set_", "aten::resize_", "aten::resize_as_")
 _DRAWS = frozenset({"aten::_sobol_engine_draw"})
 
 
+# Meta has no such tensors, or claims them to be strided.
+_OPAQUE = ("sparse", "mkldnn", "quantize")
+
+
 class OpInfo:
     """Facts on one operator overload.
 
@@ -39,6 +43,7 @@ class OpInfo:
         fills: It only fills its first argument, so meta need not run it.
         overwrites: It overwrites all of its first argument without reading it.
         like: It only looks at the geometry of its first argument.
+        opaque: Its results have no storage of the plain kind.
         reshapes: It changes the geometry of its first argument in place.
         mutated: Positions of the arguments that it writes to.
         mutated_names: The keyword-only ones.
@@ -55,6 +60,7 @@ class OpInfo:
         "mutated",
         "mutated_names",
         "names",
+        "opaque",
         "overwrites",
         "reshapes",
         "scalar",
@@ -84,6 +90,7 @@ class OpInfo:
         self.fills = name in _FILLS
         self.overwrites = name in _OVERWRITES
         self.reshapes = name in _RESHAPES or torch.Tag.inplace_view in tags
+        self.opaque = any(word in name for word in _OPAQUE)
         self.like = name.endswith("_like") or name.startswith("aten::new_")
         self.has_dtype = "dtype" in self.names
         self.has_device = "device" in self.names
