@@ -26,7 +26,7 @@ _RAW = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 _RAW_ALL = _RAW | {"new_empty_strided", "empty_permuted"}
 
 
-class WriteWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class WriteWatch(TorchDispatchMode):
     """A mode that notes which storages operations write to, fill, or leave raw.
 
     Keys are those of `storage_key`. Tensors seen are kept alive for as long as the

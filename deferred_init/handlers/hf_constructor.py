@@ -27,7 +27,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -43,6 +43,7 @@ from deferred_init.handlers.registry import add_initializer
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.twin import difference, matching_modules, matching_slots
+from deferred_init.twin_replay import replay_twin
 
 __all__ = ["HFConstructor"]
 
@@ -100,10 +101,7 @@ class HFConstructor:
             return None
         slots = [slot for below in site.post_order() for slot in below.slots]
         deferred = [slot for slot in slots if slot.deferred]
-        if request.rng != "eager" or not all(map(_is_plain, deferred)):
-            return None
-        scratch = _real_bytes(slots)
-        if scratch > max(_SMALL_BYTES, *(_num_bytes(s.tensor) for s in deferred)):
+        if not all(map(_is_plain, deferred)):
             return None
         found = _find_construction(site)
         if found is None:
@@ -115,7 +113,7 @@ class HFConstructor:
         return Claim(
             slots=(*made, *stray),
             source=construction.describe(site.module),
-            scratch_bytes=scratch,
+            scratch_bytes=min(_bytes(slots, but=deferred), _room(deferred)),
             assumptions=tuple(
                 f"`{slot.fqn}` has memory only because its constructor ignores the "
                 "meta device, and is made anew"
@@ -127,9 +125,21 @@ class HFConstructor:
         """Construct the model on the device and take its tensors over."""
         site = step.site
         construction = self._known[site.module]
-        twin = construction.build(site.module)
         claimed = {id(slot.tensor) for slot in step.claim.slots}
         slots = [slot for below in site.post_order() for slot in below.slots]
+        others = _bytes(slots, but=step.claim.slots)
+        if workspace.request.rng != "eager" or others > _room(step.claim.slots):
+            twin = replay_twin(
+                lambda: construction.build(site.module),
+                lambda twin: _own(matching_slots(site, slots, twin), claimed),
+                workspace,
+            )
+        else:
+            twin = construction.build(site.module)
+            for slot, tensor in _own(matching_slots(site, slots, twin), claimed):
+                if construction.cast and tensor.dtype != slot.tensor.dtype:
+                    tensor = tensor.to(slot.tensor.dtype)
+                workspace.adopt(slot, tensor)
         pairs = matching_slots(site, slots, twin)
         kept = _kept(pairs, claimed)
         for slot, tensor in pairs:
@@ -137,14 +147,19 @@ class HFConstructor:
             if slot.tensor is not keeper.tensor:
                 slot.write(keeper.read())
                 workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
-            elif id(slot.tensor) in claimed:
-                claimed.remove(id(slot.tensor))
-                if construction.cast and tensor.dtype != slot.tensor.dtype:
-                    tensor = tensor.to(slot.tensor.dtype)
-                workspace.adopt(slot, tensor)
         for ours, its in matching_modules(site, twin):
             if _INITIALIZED in vars(its):
                 setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _own(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> list[Any]:
+    """Of the pairs, one for each claimed tensor that stays."""
+    kept = _kept(pairs, claimed)
+    return [
+        (slot, tensor)
+        for slot, tensor in pairs
+        if kept[id(tensor)] is slot and id(slot.tensor) in claimed
+    ]
 
 
 def _kept(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> dict[int, Slot]:
@@ -231,13 +246,16 @@ def _is_plain(slot: Slot) -> bool:
     return type(slot.tensor) in (Tensor, nn.Parameter)
 
 
-def _real_bytes(slots: list[Slot]) -> int:
-    real = {
-        storage_key(slot.tensor): _num_bytes(slot.tensor)
-        for slot in slots
-        if not slot.deferred
-    }
-    return sum(real.values())
+def _bytes(slots: Iterable[Slot], but: Iterable[Slot]) -> int:
+    """Bytes of the tensors in some slots, without those in others."""
+    left_out = {storage_key(slot.tensor) for slot in but}
+    sizes = {storage_key(slot.tensor): _num_bytes(slot.tensor) for slot in slots}
+    return sum(size for key, size in sizes.items() if key not in left_out)
+
+
+def _room(made: Iterable[Slot]) -> int:
+    """Bytes that may be spent on tensors which nobody wants."""
+    return max([_SMALL_BYTES, *(_num_bytes(slot.tensor) for slot in made)])
 
 
 def _num_bytes(tensor: Tensor) -> int:

@@ -55,8 +55,6 @@ def test_seeding_by_name_gives_eager_buffers_and_repeatable_parameters(
     build = builder(name)
     expected, _ = eager(build)
     model, again = WAYS[way](build), on_meta(build)
-    if "init_empty_weights" in way:
-        model.tie_weights()
     di.materialize(model, "cpu", seed=5, rng="by_name")
     di.materialize(again, "cpu", seed=5, rng="by_name")
     assert_same(again, model)
@@ -67,8 +65,9 @@ def test_seeding_by_name_gives_eager_buffers_and_repeatable_parameters(
 
 def test_ties_by_memory_only_are_refused_where_they_cannot_be_mended() -> None:
     model = WAYS["init_empty_weights"](builder("gpt2"))
+    model.transformer.h[0] = nn.Linear(3, 3, device="meta")
     with pytest.raises(di.PlanError) as caught:
-        di.plan(model, "cpu", rng="by_name")
+        di.plan(model, "cpu")
     text = str(caught.value)
     assert "`lm_head.weight and transformer.wte.weight`" in text
     assert "call `model.tie_weights()` before" in text
@@ -143,10 +142,8 @@ def test_a_mostly_loaded_large_model_is_not_constructed_again(
     model.tie_weights()
     report = di.materialize(model, "cpu")
     assert_same(model, expected)
-    assert {step.initializer for step in report.steps} <= {
-        "transformers",
-        "transformers module",
-    }
+    assert report.peak_bytes is None
+    assert report.predicted_peak_bytes < 10_000
 
 
 def test_buffers_that_nobody_can_refill_are_refused_by_name() -> None:

@@ -1,0 +1,113 @@
+"""Constructs a twin without memory, and makes only those of its tensors one wants.
+
+For a model of which a part is loaded already, or whose tensors are seeded by name: a
+recording (`deferred_init.record`) draws the random numbers of what is not wanted, or
+skips them, without giving it memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor, nn
+
+from deferred_init import record
+from deferred_init.handlers.protocol import Workspace
+from deferred_init.rng import canonical_name, seed_for_name
+from deferred_init.slots import Slot
+
+__all__ = ["replay_twin"]
+
+Pairs = Sequence[tuple[Slot, Tensor]]
+
+
+def replay_twin(
+    build: Callable[[], nn.Module],
+    wanted: Callable[[nn.Module], Pairs],
+    workspace: Workspace,
+) -> nn.Module:
+    """Record a construction and give the wanted slots their values.
+
+    Args:
+        build: Constructs the twin.
+        wanted: Pairs slots with tensors of the recorded twin.
+        workspace: Adopts the tensors one by one, each when it is ready.
+
+    Returns:
+        The twin, whose tensors have no memory.
+    """
+    request = workspace.request
+    twin: nn.Module = record.deferred_init(build)
+    pairs = wanted(twin)
+    slots: dict[record.Value, list[Slot]] = {}
+    for slot, tensor in pairs:
+        if isinstance(tensor, record.DeferredTensor):
+            slots.setdefault(record.value_of(tensor), []).append(slot)
+        else:
+            workspace.adopt(slot, tensor.to(request.device))
+    by_name = request.rng == "by_name"
+    for recording, values in _by_recording(slots).items():
+        if not by_name:
+            workspace.on_undo(recording.start_from_here(request.device))
+        replay = record.Replay(
+            recording,
+            request.device,
+            wanted=values,
+            before_random=_seeds(recording, values, request.seed) if by_name else None,
+        )
+
+        def take(value: record.Value, tensor: Tensor) -> None:
+            for slot in slots[value]:
+                workspace.adopt(slot, _dressed(slot.tensor, tensor))
+
+        replay.run(on_ready=take)
+        replay.finish(keep_generators=None if by_name else True)
+    return twin
+
+
+def _by_recording(
+    slots: dict[record.Value, list[Slot]],
+) -> dict[record.Recording, dict[record.Value, str]]:
+    found: dict[record.Recording, dict[record.Value, str]] = {}
+    for value, (slot, *_) in slots.items():
+        found.setdefault(value.recording, {})[value] = canonical_name(slot.fqn)
+    return found
+
+
+def _seeds(
+    recording: record.Recording, values: dict[record.Value, str], seed: int | None
+) -> Callable[[record.Node], int]:
+    """Seed each random operation by the name of the tensor that it is for.
+
+    One walk backwards finds out: what an operation reads is for what it writes.
+    """
+    assert seed is not None, "checked by the verb"
+    names: dict[record.Storage, str] = {}
+    for value, name in values.items():
+        names.setdefault(value.storage, name)
+    for node in reversed(recording.nodes):
+        name = _named(node, names)
+        if name:
+            for read in node.reads:
+                names.setdefault(read.storage, name)
+    counts: dict[str, int] = {}
+
+    def seed_of(node: record.Node) -> int:
+        name = _named(node, names)
+        counts[name] = counts.get(name, -1) + 1
+        return seed_for_name(seed, name, counts[name])
+
+    return seed_of
+
+
+def _named(node: record.Node, names: dict[record.Storage, str]) -> str:
+    made = [out.storage for out in node.outs if out is not None]
+    return next((names[key] for key in (*node.writes, *made) if key in names), "")
+
+
+def _dressed(like: Tensor, data: Tensor) -> Tensor:
+    """Give bare data the class and the grad flag of another tensor."""
+    data = data.detach() if data.dtype == like.dtype else data.detach().to(like.dtype)
+    if type(like) is Tensor:
+        return data.requires_grad_(like.requires_grad)
+    return Tensor._make_subclass(type(like), data, like.requires_grad)
