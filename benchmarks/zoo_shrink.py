@@ -57,8 +57,8 @@ def shrink(config: Any, *, narrow: bool = True) -> None:
         config: Any transformers configuration.
         narrow: Also make it narrow; otherwise only shallow and short of words.
     """
-    names = set(vars(config)) | set(getattr(config, "attribute_map", {}))
-    old = {name: getattr(config, name, None) for name in names}
+    names = set(vars(config)) | set(_get(config, "attribute_map") or {})
+    old = {name: _get(config, name) for name in names}
     depths = {v for k, v in old.items() if k in _DEPTHS and isinstance(v, int)}
     for name, value in old.items():
         new = _smaller(name, value, narrow)
@@ -68,7 +68,7 @@ def shrink(config: Any, *, narrow: bool = True) -> None:
             _set(config, name, new)
         elif hasattr(value, "to_dict") and hasattr(value, "model_type"):
             shrink(value, narrow=narrow)
-    vocab = getattr(config, "vocab_size", None)
+    vocab = _get(config, "vocab_size")
     if isinstance(vocab, int):
         for name in _TOKENS:
             token = old.get(name)
@@ -107,9 +107,17 @@ def _narrow_limit(name: str) -> int | None:
     return None
 
 
+def _get(config: Any, name: str) -> Any:
+    """Read an entry; some raise errors of their own, such as per-layer ones."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # noqa: BLE001  a configuration's own trouble: left alone
+        return None
+
+
 def _set(config: Any, name: str, value: Any) -> None:
     """Set an entry; some are computed and cannot be set."""
     try:
         setattr(config, name, value)
-    except (AttributeError, NotImplementedError, TypeError, ValueError):
+    except Exception:  # noqa: BLE001  likewise
         return

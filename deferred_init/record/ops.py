@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.append import Draw, append
-from deferred_init.record.capture import capture
+from deferred_init.record.call import Call
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import External, ForeignValue, Place, Storage, Value
+from deferred_init.record.nodes import Place, Value
 from deferred_init.record.paused import no_dispatch, plain_torch
 from deferred_init.record.problems import RecordError, user_line
+from deferred_init.record.reshape import reshape
 from deferred_init.record.schema import OpInfo, op_info
 from deferred_init.record.tensor import (
     DeferredTensor,
@@ -55,80 +56,6 @@ def _recording_in(items: Any) -> Recording | None:
     return None
 
 
-class _Call:
-    """One operation with its arguments seen three ways.
-
-    Attributes:
-        args: As they go into the node.
-        meta: As they go to the meta device.
-        owners: Deferred argument by the identity of its meta tensor.
-        storages: Known storages by the address of their meta storage.
-    """
-
-    __slots__ = (
-        "args",
-        "inherits",
-        "kwargs",
-        "meta",
-        "meta_kwargs",
-        "owners",
-        "recording",
-        "shapes_only",
-        "storages",
-        "tensors",
-    )
-
-    def __init__(
-        self,
-        recording: Recording,
-        args: Any,
-        kwargs: dict[str, Any],
-        *,
-        shapes_only: bool,
-    ) -> None:
-        self.recording = recording
-        self.shapes_only = shapes_only
-        self.owners: dict[int, DeferredTensor] = {}
-        self.storages: dict[int, Storage] = {}
-        self.inherits: Value | None = None
-        self.tensors = 0
-        pairs = [self._see(arg) for arg in args]
-        self.args = tuple(pair[0] for pair in pairs)
-        self.meta = tuple(pair[1] for pair in pairs)
-        self.kwargs: dict[str, Any] = {}
-        self.meta_kwargs: dict[str, Any] = {}
-        for key, arg in kwargs.items():
-            self.kwargs[key], self.meta_kwargs[key] = self._see(arg)
-
-    def _see(self, arg: Any) -> tuple[Any, Any]:
-        if isinstance(arg, DeferredTensor):
-            self.tensors += 1
-            value = value_of(arg)
-            meta = value.meta
-            if self.inherits is None or (arg.dim() and not self.inherits.meta.dim()):
-                self.inherits = value
-            self.owners[id(meta)] = arg
-            self.storages[meta.untyped_storage()._cdata] = value.storage
-            if value.recording is not self.recording:
-                return ForeignValue(value), meta
-            return value, meta
-        if isinstance(arg, Tensor):
-            self.tensors += 1
-            if arg.device == _META:
-                if self.shapes_only:
-                    return External(arg, guarded=False), arg
-                raise RecordError(
-                    "a recorded operation reads a plain meta tensor, which has no "
-                    f"values, at {user_line()}"
-                )
-            return capture(self.recording, arg), arg.to(_META)
-        if isinstance(arg, (list, tuple)):
-            pairs = [self._see(item) for item in arg]
-            kind = type(arg) if type(arg) in (list, tuple) else tuple
-            return kind(p[0] for p in pairs), kind(p[1] for p in pairs)
-        return arg, arg
-
-
 def record(
     recording: Recording,
     func: Any,
@@ -152,10 +79,10 @@ def record(
     if info.scalar or info.opaque or _writes_real(info, args, kwargs):
         return _run_early(recording, func, args, kwargs)
     with recording.lock, no_dispatch():
-        call = _Call(recording, args, kwargs, shapes_only=info.like)
+        call = Call(recording, args, kwargs, shapes_only=info.like)
         device = _device_of(call, place if info.has_device else None)
         if info.reshapes:
-            return _reshape(call, info, func, args, device)
+            return reshape(call, info, func, args, device)
         if info.fills and isinstance(args[0], DeferredTensor):
             out: Any = call.meta[0]
         else:
@@ -166,7 +93,7 @@ def record(
         return _append(call, info, func, out, device)
 
 
-def _device_of(call: _Call, place: Place | None) -> torch.device | None:
+def _device_of(call: Call, place: Place | None) -> torch.device | None:
     """Find where results live, and put a `Place` for every device argument."""
     device = call.inherits.device if call.inherits is not None else None
     asked = call.kwargs.get("device")
@@ -193,7 +120,7 @@ def _normal(recording: Recording, device: torch.device) -> torch.device | None:
 
 
 def _shape(
-    call: _Call, info: OpInfo, func: Any, args: Any, kwargs: dict[str, Any]
+    call: Call, info: OpInfo, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
     """Run an operation on meta; where meta cannot, compute its inputs early."""
     meta_kwargs = call.meta_kwargs
@@ -218,7 +145,7 @@ def _shape(
 
 
 def _append(
-    call: _Call, info: OpInfo, func: Any, out: Any, device: torch.device | None
+    call: Call, info: OpInfo, func: Any, out: Any, device: torch.device | None
 ) -> Any:
     """Append the node and wrap its results."""
     recording = call.recording
@@ -259,7 +186,7 @@ def _append(
 
 
 def _wrap_results(
-    call: _Call,
+    call: Call,
     out: Any,
     index: int,
     device: torch.device | None,
@@ -282,45 +209,6 @@ def _wrap_results(
         return items if isinstance(out, list) else tuple(items)
     outs.append(None)
     return out
-
-
-def _reshape(
-    call: _Call, info: OpInfo, func: Any, args: Any, device: torch.device | None
-) -> Any:
-    """Record an operation that changes the geometry of its first argument."""
-    target = args[0]
-    old = value_of(target)
-    view = torch.ops.aten.alias.default(old.meta)
-    with torch._C.DisableTorchFunction():
-        func(view, *call.meta[1:], **call.meta_kwargs)
-    node = append(
-        call.recording,
-        _OnAlias(func),
-        call.args,
-        call.kwargs or None,
-        writes=(old.storage,),
-    )
-    storage = call.storages.get(view.untyped_storage()._cdata)
-    value = new_value(call.recording, node.index, view, device, storage)
-    node.outs = (value,)
-    torch._C.TensorBase.data.__set__(target, wrap(value))  # type: ignore[attr-defined]
-    target.__dict__["_value"] = value
-    return target
-
-
-class _OnAlias:
-    """Runs a geometry-changing operation on an alias of its first argument."""
-
-    __slots__ = ("__name__", "func")
-
-    def __init__(self, func: Any) -> None:
-        self.func = func
-        self.__name__ = str(func)
-
-    def __call__(self, first: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        alias: Tensor = torch.ops.aten.alias.default(first)
-        self.func(alias, *args, **kwargs)
-        return alias
 
 
 def _writes_real(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> bool:

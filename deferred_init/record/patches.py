@@ -18,8 +18,9 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from deferred_init.record.append import Draw
 from deferred_init.record.external import external_classes, stand_aside
+from deferred_init.record.fills import record_fill
 from deferred_init.record.paused import plain_torch
-from deferred_init.record.tensor import DeferredTensor, make_parameter, record_fill
+from deferred_init.record.tensor import DeferredTensor, make_parameter
 
 __all__ = ["Patches", "active"]
 

@@ -23,6 +23,7 @@ from deferred_init.record.nodes import (
     Value,
 )
 from deferred_init.record.paused import index_of, plain_torch
+from deferred_init.record.scratch import Scratch
 from deferred_init.record.timeline import Generators, Timeline, seeded_state
 
 __all__ = ["Replay"]
@@ -66,7 +67,7 @@ class Replay:
         self._plan: Needs | None = None
         self._needed: set[int] = set()
         self._env: dict[Value, Tensor] = {}
-        self._scratch: Tensor | None = None
+        self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
         self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
@@ -138,7 +139,7 @@ class Replay:
                 keep = not named and self._untouched(generator, found)
             if not keep:
                 generator.set_state(found)
-        if not named:
+        if not named and keep_generators is not False:
             self._settle_explicit()
         self._found = None
         self._env.clear()
@@ -288,34 +289,14 @@ class Replay:
             env.update(zip(reads, inner.values(reads, node.index), strict=True))
         with plain_torch(), torch.no_grad():
             if scratch is not None:
-                env[scratch] = self._scratch_for(scratch)
+                # Its own memory, if it is at hand: that is overwritten later.
+                own = self._env.get(scratch)
+                env[scratch] = self._scratch.like(scratch, self.device, own)
             self._executor.call(node, env)
-
-    def _scratch_for(self, value: Value) -> Tensor:
-        """Return memory of a value's geometry whose contents do not matter.
-
-        The value's own memory, if it is at hand: its contents are overwritten later.
-        Else a buffer that is kept, since fresh pages cost more than the draws.
-        """
-        own = self._env.get(value)
-        if own is not None:
-            return own
-        meta = value.meta
-        extent = meta.untyped_storage().nbytes() // meta.element_size()
-        place = value.device or self.device
-        kept = self._scratch
-        if (
-            kept is None
-            or kept.numel() < extent
-            or kept.dtype != meta.dtype
-            or (kept.device != place)
-        ):
-            self._scratch = kept = torch.empty(extent, dtype=meta.dtype, device=place)
-        return kept.as_strided(meta.size(), meta.stride())
 
     def free_scratch(self) -> None:
         """Let go of the buffer that numbers were drawn into for nobody."""
-        self._scratch = None
+        self._scratch.free()
 
     def _timeline(self, stream: Stream) -> Timeline:
         """Return the timeline of a stream's generator, shared between replays."""

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.record.append import Draw, append_fill
+from deferred_init.record.fills import fill_method
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Storage, Value
 from deferred_init.record.paused import no_dispatch
@@ -30,7 +30,6 @@ __all__ = [
     "late",
     "make_parameter",
     "new_value",
-    "record_fill",
     "user_attributes",
     "value_of",
     "wrap",
@@ -71,54 +70,6 @@ class _Late:
 late = _Late()
 
 
-def record_fill(
-    tensor: Tensor, call: Callable[..., Any], args: tuple[Any, ...], draw: Draw | None
-) -> Tensor:
-    """Record an in-place fill of the whole tensor as one node; dispatch nothing."""
-    value: Value = tensor.__dict__["_value"]
-    recording = value.recording
-    with recording.lock:
-        append_fill(recording, value, call, args, draw)
-    return tensor
-
-
-def _fill(name: str, draws: bool) -> Callable[..., Any]:
-    """Build the method that records one of torch's whole-tensor fills."""
-    base = getattr(_base, name)
-
-    def method(self: Tensor, *args: Any, **kwargs: Any) -> Any:
-        generator = kwargs.pop("generator", None)
-        plain = not any(isinstance(arg, Tensor) for arg in args)
-        allowed = not (torch.is_grad_enabled() and self.requires_grad)
-        if plain and allowed and not kwargs.keys() - _SCALARS and not self.is_complex():
-            if kwargs:
-                args = _positional(name, args, kwargs)
-            return record_fill(self, base, args, Draw(generator) if draws else None)
-        if generator is not None:
-            kwargs["generator"] = generator
-        return base(self, *args, **kwargs)
-
-    method.__name__ = name
-    return method
-
-
-_ORDER: dict[str, tuple[tuple[str, float], ...]] = {
-    "uniform_": (("from", 0.0), ("to", 1.0)),
-    "normal_": (("mean", 0.0), ("std", 1.0)),
-    "fill_": (("value", 0.0),),
-    "zero_": (),
-}
-_SCALARS = frozenset({"from", "to", "mean", "std", "value"})
-
-
-def _positional(
-    name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Put the keyword arguments of a fill in their places."""
-    rest = _ORDER[name][len(args) :]
-    return (*args, *(kwargs.get(key, default) for key, default in rest))
-
-
 class DeferredTensor(torch.Tensor):
     """A tensor whose operations are recorded; see the note at the top of the file."""
 
@@ -130,10 +81,10 @@ class DeferredTensor(torch.Tensor):
     ) -> Any:
         return late.dispatch(func, args, kwargs or {})
 
-    uniform_ = _fill("uniform_", draws=True)
-    normal_ = _fill("normal_", draws=True)
-    fill_ = _fill("fill_", draws=False)
-    zero_ = _fill("zero_", draws=False)
+    uniform_ = fill_method("uniform_", draws=True)
+    normal_ = fill_method("normal_", draws=True)
+    fill_ = fill_method("fill_", draws=False)
+    zero_ = fill_method("zero_", draws=False)
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
