@@ -1,0 +1,232 @@
+"""What the audit sees: every place that holds a tensor, found by a walk of its own.
+
+[Note: Looking as a stranger]
+The audit must not repeat a mistake of the inventory, so it shares no code with it.
+It reads only instance dicts, slots and the items of built-in containers, by the
+built-in types' own methods: properties, `__getattr__` and overridden iteration of the
+user's classes never run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from deferred_init.audit.kinds import Kind, kind_of, parts_of
+
+__all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
+
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
+_HOOK_TABLES = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+_WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
+_MAX_DEPTH = 32
+
+
+class Place(NamedTuple):
+    """One place that holds a tensor.
+
+    Attributes:
+        fqn: Its name, from a model, `optimizers[i]` or `holders[i]`.
+        kind: `parameter`, `buffer`, `attribute`, `gradient`, `inner`.
+        tensor: What it holds.
+        owner: The module that it belongs to, or None.
+        name: The name within the owner.
+        scope: `model`, `optimizer` or `holder`.
+    """
+
+    fqn: str
+    kind: str
+    tensor: Tensor
+    owner: nn.Module | None
+    name: str
+    scope: str
+
+    @property
+    def registered(self) -> bool:
+        """Whether torch knows it: a parameter or a buffer of a module."""
+        return self.kind in ("parameter", "buffer")
+
+
+class ModulePlace(NamedTuple):
+    """One module, under the first name that leads to it."""
+
+    fqn: str
+    module: nn.Module
+    scope: str
+
+
+class ObjectGraph:
+    """Everything that was found.
+
+    Attributes:
+        places: All places, duplicates kept.
+        modules: All modules, each once; registered ones come before hidden ones.
+        model_ids: For each tensor of the models, by `id`, its first place.
+    """
+
+    def __init__(self) -> None:
+        self.places: list[Place] = []
+        self.modules: list[ModulePlace] = []
+        self.model_ids: dict[int, Place] = {}
+
+    def in_scope(self, scope: str) -> Iterable[Place]:
+        """Yield the places of models, optimizers or holders."""
+        return (place for place in self.places if place.scope == scope)
+
+
+def look(
+    models: Iterable[nn.Module],
+    optimizers: Iterable[Optimizer] = (),
+    holders: Iterable[object] = (),
+) -> ObjectGraph:
+    """Walk through models, optimizers and holders; change nothing."""
+    walk = _Walk()
+    models = tuple(models)
+    for index, model in enumerate(models):
+        walk.tree(model, "" if len(models) == 1 else f"model[{index}]", "model")
+    walk.attributes()
+    graph = walk.graph
+    for place in graph.places:
+        graph.model_ids.setdefault(id(place.tensor), place)
+    for index, optimizer in enumerate(optimizers):
+        for name, value in vars(optimizer).items():
+            if name not in ("param_groups", "state", "defaults"):
+                walk.anything(value, f"optimizers[{index}].{name}", "optimizer")
+    for index, holder in enumerate(holders):
+        walk.anything(holder, f"holders[{index}]", "holder")
+        walk.attributes()
+    return graph
+
+
+class _Walk:
+    """The state of one walk."""
+
+    def __init__(self) -> None:
+        self.graph = ObjectGraph()
+        self._seen: set[int] = set()
+        self._seen_tensors: set[int] = set()
+        self._keep: list[object] = []
+        self._next = 0
+
+    def tree(self, module: nn.Module, fqn: str, scope: str) -> None:
+        """Enter a module and everything registered below, parents first."""
+        stack = [(module, fqn)]
+        while stack:
+            module, fqn = stack.pop()
+            if id(module) in self._seen:
+                continue
+            self._seen.add(id(module))
+            self.graph.modules.append(ModulePlace(fqn, module, scope))
+            prefix = f"{fqn}." if fqn else ""
+            children = [
+                (child, prefix + name)
+                for name, child in module._modules.items()
+                if child is not None
+            ]
+            stack.extend(reversed(children))
+
+    def attributes(self) -> None:
+        """Look into every module not looked into yet, also those found meanwhile."""
+        modules = self.graph.modules
+        while self._next < len(modules):
+            self._module(modules[self._next])
+            self._next += 1
+
+    def anything(self, value: object, label: str, scope: str) -> None:
+        """Look at a value of any kind, and at all that it holds."""
+        self._values([(value, label, label, 0)], None, scope)
+
+    def _module(self, found: ModulePlace) -> None:
+        fqn, module, scope = found
+        prefix = f"{fqn}." if fqn else ""
+        attributes = vars(module)
+        for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
+            for name, tensor in attributes[table].items():
+                if tensor is not None:
+                    self._tensor(tensor, prefix + name, kind, module, name, scope)
+        rest: list[tuple[object, str, str, int]] = []
+        for name, value in attributes.items():
+            if name in _MODULE_INTERNALS:
+                if value and name in _HOOK_TABLES:
+                    rest.append((value, prefix + name, name, 0))
+            elif (
+                not name.startswith(_WRAPPER_STATE) and kind_of(value) is not Kind.ATOM
+            ):
+                rest.append((value, prefix + name, name, 0))
+        if type(module).__dictoffset__ and len(rest) == 0 and not _has_slots(module):
+            return
+        for name, value in parts_of(module, Kind.SLOTS):
+            rest.append((value, prefix + name[1:], name[1:], 0))
+        self._values(rest, module, scope)
+
+    def _values(
+        self,
+        rest: list[tuple[object, str, str, int]],
+        owner: nn.Module | None,
+        scope: str,
+    ) -> None:
+        """Look at values and, without recursion, at what they hold."""
+        rest.reverse()
+        while rest:
+            value, fqn, name, depth = rest.pop()
+            kind = kind_of(value)
+            if kind is Kind.ATOM:
+                continue
+            if kind is Kind.TENSOR:
+                assert isinstance(value, Tensor)
+                self._tensor(value, fqn, "attribute", owner, name, scope)
+            elif kind is Kind.MODULE:
+                assert isinstance(value, nn.Module)
+                self.tree(value, fqn, scope)
+            elif id(value) not in self._seen and depth < _MAX_DEPTH:
+                self._seen.add(id(value))
+                self._keep.append(value)
+                rest.extend(
+                    (part, fqn + label, name + label, depth + 1)
+                    for label, part in reversed(list(parts_of(value, kind)))
+                )
+
+    def _tensor(
+        self,
+        tensor: Tensor,
+        fqn: str,
+        kind: str,
+        owner: nn.Module | None,
+        name: str,
+        scope: str,
+    ) -> None:
+        self.graph.places.append(Place(fqn, kind, tensor, owner, name, scope))
+        if id(tensor) in self._seen_tensors:
+            return
+        self._seen_tensors.add(id(tensor))
+        carried = tensor.__dict__
+        if carried:
+            rest: list[tuple[object, str, str, int]] = [
+                (value, f"{fqn}.{key}", f"{name}.{key}", 1)
+                for key, value in carried.items()
+                if kind_of(value) is not Kind.ATOM
+            ]
+            if rest:
+                self._values(rest, owner, scope)
+        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+            grad = tensor.grad
+            self._keep.append(grad)
+            self.graph.places.append(
+                Place(f"{fqn}.grad", "gradient", grad, owner, f"{name}.grad", scope)
+            )
+
+
+def _has_slots(module: nn.Module) -> bool:
+    return any("__slots__" in vars(base) for base in type(module).__mro__[:-1])

@@ -1,0 +1,157 @@
+"""The report: what was done, where the bytes went, and what the audit found."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any, Literal
+
+import torch
+
+from deferred_init.report_text import report_text
+
+__all__ = ["Finding", "Report", "ReportStep"]
+
+Severity = Literal["error", "warning"]
+_PACKAGES = ("deferred_init", "transformer_engine", "transformers", "accelerate")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that the audit found wrong.
+
+    Attributes:
+        code: Stable name of the kind of fault; see `deferred_init.audit.EXPLANATIONS`.
+        fqn: The place: a qualified name, or `optimizers[0]`.
+        message: What was expected, what was found, and what to do.
+        severity: `"error"`, or `"warning"` for what need not be wrong.
+    """
+
+    code: str
+    fqn: str
+    message: str
+    severity: Severity = "error"
+
+    def __str__(self) -> str:
+        return f"`{self.fqn or '(root)'}` [{self.code}] {self.message}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportStep:
+    """What was done for one module.
+
+    Attributes:
+        fqn: The module's qualified name.
+        module_class: Name of its class.
+        initializer: Who did it: `torch.nn`, `te.ops`.
+        source: Where the values came from: `Linear.reset_parameters`.
+        num_tensors: How many tensors got memory.
+        num_bytes: Their bytes on the device.
+        seconds: Host seconds; CUDA work is not waited for.
+    """
+
+    fqn: str
+    module_class: str
+    initializer: str
+    source: str = ""
+    num_tensors: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+
+def _versions() -> dict[str, str]:
+    """Versions of what took part; only packages that are imported already."""
+    found = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    for name in _PACKAGES:
+        version = getattr(sys.modules.get(name), "__version__", None)
+        if isinstance(version, str):
+            found[name] = version
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """The result of `materialize`, and of `audit`, which makes nothing.
+
+    Attributes:
+        findings: What the audit found; empty if all is well.
+        device: Where the tensors were made; None in the report of an audit alone.
+        recipe: Name of the recipe.
+        rng: The RNG policy.
+        steps: One row per module that was given something.
+        notes: Remarks of the plan and of those who made the tensors.
+        assumptions: What had to be assumed about values or order; none for recordings.
+        rebound: Names whose tensor could not stay the same object.
+        final_bytes: Bytes of everything that was made.
+        peak_bytes: Measured peak above the start; None where nobody counts it.
+        predicted_peak_bytes: What the plan had said.
+        seconds: By stage.
+        versions: Of Python, torch and the packages that took part.
+    """
+
+    findings: tuple[Finding, ...] = ()
+    device: str | None = None
+    recipe: str | None = None
+    rng: str | None = None
+    steps: tuple[ReportStep, ...] = ()
+    notes: tuple[str, ...] = ()
+    assumptions: tuple[str, ...] = ()
+    rebound: tuple[str, ...] = ()
+    final_bytes: int = 0
+    peak_bytes: int | None = None
+    predicted_peak_bytes: int | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    versions: Mapping[str, str] = field(default_factory=_versions)
+
+    @property
+    def ok(self) -> bool:
+        """Whether nothing is wrong; warnings do not count."""
+        return not any(finding.severity == "error" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as JSON-compatible data; `ok` comes first."""
+        data = asdict(self)
+        for name in ("findings", "steps", "notes", "assumptions", "rebound"):
+            data[name] = list(data[name])
+        return {"ok": self.ok, **data}
+
+    def to_json(self, *, indent: int | None = 2) -> str:
+        """Return the report as JSON; `Report.from_json` reads it back."""
+        return json.dumps(self.to_dict(), indent=indent)
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any]) -> Report:
+        """Make the report that `to_dict` came from.
+
+        Raises:
+            ValueError: If `data` has keys that a report does not have.
+        """
+        known = {each.name for each in fields(cls)}
+        values = {key: value for key, value in data.items() if key != "ok"}
+        unknown = sorted(values.keys() - known)
+        if unknown:
+            raise ValueError(f"a report has no {unknown}; expected {sorted(known)}")
+        for name in ("notes", "assumptions", "rebound"):
+            values[name] = tuple(values.get(name, ()))
+        values["findings"] = tuple(Finding(**f) for f in values.get("findings", ()))
+        values["steps"] = tuple(ReportStep(**s) for s in values.get("steps", ()))
+        return cls(**values)
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Make the report that `to_json` wrote.
+
+        Raises:
+            ValueError: If the text is not JSON, or not that of a report.
+        """
+        data = json.loads(text)
+        if not isinstance(data, dict):
+            raise ValueError(f"expected a JSON object, found {type(data).__name__}")
+        return cls.from_dict(data)
+
+    def __str__(self) -> str:
+        """Return a text of at most 100 columns, findings first."""
+        return report_text(self)
