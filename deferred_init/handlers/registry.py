@@ -44,6 +44,8 @@ __all__ = [
 _ECOSYSTEMS = {
     "torch": (
         "deferred_init.handlers.torch_nn",
+        "deferred_init.handlers.torch_nn_containers",
+        "deferred_init.handlers.reset_methods",
         "deferred_init.handlers.plain",
         "deferred_init.handlers.recipe_rules",
     ),

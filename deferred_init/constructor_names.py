@@ -1,0 +1,113 @@
+"""What the constructors of a class call, read from their code objects.
+
+A module tree does not tell which init methods a constructor called, but the names in
+its code do.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Iterator
+
+from torch import nn
+
+__all__ = ["calls_of", "init_methods", "writes_of"]
+
+_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
+# Their code belongs to frameworks that have initializers of their own.
+_FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
+_WRITING_NAMES = frozenset({"apply", "copy_", "data", "fill_"})
+
+
+def init_methods(module: nn.Module) -> tuple[tuple[str, ...], bool]:
+    """Return the names of the init methods to run, and whether that is certain.
+
+    The methods that a constructor of the class calls, in the order of the calls;
+    if it calls none, the first that there is, which is then not certain.
+    """
+    found = tuple(name for name in _METHODS if _is_own_method(module, name))
+    called = tuple(name for name in calls_of(type(module)) if name in found)
+    return (called, True) if called else (found[:1], False)
+
+
+@functools.lru_cache(maxsize=4096)
+def calls_of(module_type: type) -> tuple[str, ...]:
+    """Return the names that the constructors use, also in methods that they call."""
+    seen: dict[str, None] = {}
+    done: set[types.CodeType] = set()
+    # A base's constructor runs before what a subclass does after `super()`.
+    for base in reversed(module_type.__mro__):
+        constructor = vars(base).get("__init__")
+        if base is not nn.Module and isinstance(constructor, types.FunctionType):
+            _collect(constructor.__code__, module_type, seen, done)
+    return tuple(seen)
+
+
+def writes_of(module_type: type) -> tuple[str, ...]:
+    """Return the names in user constructors that hint at values written there."""
+    seen: dict[str, None] = {}
+    for base in reversed(module_type.__mro__):
+        constructor = vars(base).get("__init__")
+        own = not base.__module__.startswith(_FOREIGN)
+        if own and isinstance(constructor, types.FunctionType):
+            for code in _nested(constructor.__code__):
+                seen.update(dict.fromkeys(code.co_names))
+    return tuple(
+        name
+        for name in seen
+        if name in _WRITING_NAMES
+        or (
+            name.endswith("_")
+            and not name.startswith("_")
+            and (hasattr(nn.init, name) or hasattr(nn.Parameter, name))
+            and name not in ("requires_grad_", "share_memory_", "detach_")
+        )
+    )
+
+
+def _collect(
+    code: types.CodeType,
+    module_type: type,
+    seen: dict[str, None],
+    done: set[types.CodeType],
+) -> None:
+    for one in _nested(code):
+        if one in done:
+            continue
+        done.add(one)
+        for name in one.co_names:
+            seen.setdefault(name)
+            method = inspect.getattr_static(module_type, name, None)
+            method = getattr(method, "__func__", method)
+            if (
+                isinstance(method, types.FunctionType)
+                and name not in _METHODS
+                and not method.__module__.startswith("torch.nn.modules.module")
+            ):
+                _collect(method.__code__, module_type, seen, done)
+
+
+def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _nested(constant)
+
+
+def _is_own_method(module: nn.Module, name: str) -> bool:
+    """Whether a method exists, is not a framework's, and needs no argument."""
+    method = getattr(module, name, None)
+    function = getattr(method, "__func__", method)
+    if not callable(method) or not isinstance(function, types.FunctionType):
+        return False
+    if function.__module__.startswith(_FOREIGN):
+        return False
+    required = [
+        one
+        for one in inspect.signature(method).parameters.values()
+        if one.default is one.empty
+        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    ]
+    return not required

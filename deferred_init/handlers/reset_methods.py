@@ -1,0 +1,161 @@
+"""Initializer for modules with an init method of their own: `reset_parameters` & co.
+
+What a method fills is found by running it without memory, see `write_probe.py`. What
+it does not fill stays unclaimed, and ends in the one `PlanError` that lists what
+nobody knows how to make.
+
+[Note: When a method is run]
+A module that owns deferred tensors runs the methods that its constructor calls, or,
+if it calls none, the first it has. One that owns none runs them only if its
+constructor does: others are for callers to call, and would draw random numbers that
+eager construction did not draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakKeyDictionary
+
+from torch import nn
+
+from deferred_init.constructor_names import calls_of, init_methods, writes_of
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.registry import add_initializer
+from deferred_init.reparametrized import is_reparametrized
+from deferred_init.slots import ModuleSite, Slot
+from deferred_init.write_probe import ProbeError, probe_writes
+
+__all__ = ["ResetMethods"]
+
+_PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
+_HOOK = "_init_weights"
+
+
+class ResetMethods:
+    """Runs the init methods that a module's class defines."""
+
+    name = "init method"
+    composite = True
+
+    def __init__(self) -> None:
+        self._real: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
+        self._real = WeakKeyDictionary()
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim what the methods would fill, and rewrite what they would change."""
+        module = site.module
+        if is_reparametrized(module):
+            return None
+        calls, certain = _calls(module)
+        wanted = [*pending, *_in_containers(site)]
+        if not calls or (not certain and not wanted):
+            return _only_hints(module)
+        source = f"{type(module).__name__}.{', '.join(calls)}"
+        try:
+            writes = probe_writes(site, lambda twin: _run_all(twin, calls))
+        except ProbeError as error:
+            return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
+        if not writes.filled and not writes.touched:
+            return _only_hints(module)
+        self._real[module] = tuple(s for s in writes.real if s.owner is not module)
+        return Claim(
+            slots=writes.filled,
+            rewrites=writes.touched,
+            source=source,
+            assumptions=tuple(_assumptions(module, calls, certain)),
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Run the methods in place, with tensors that are real out of their reach."""
+        module = step.site.module
+        if not step.claim.slots and not step.claim.rewrites:
+            return
+        calls, _ = _calls(module)
+        aside = self._real.get(module, ())
+        with _set_aside(aside), workspace.filling(step):
+            _run_all(module, calls)
+
+
+def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
+    """The methods to run; `self.apply(self._init_weights)` counts as one."""
+    names, certain = init_methods(module)
+    used = calls_of(type(module))
+    if not certain and _HOOK in used and "apply" in used and hasattr(module, _HOOK):
+        return (_HOOK,), True
+    return names, certain
+
+
+def _run_all(module: nn.Module, calls: tuple[str, ...]) -> None:
+    for name in calls:
+        if name == _HOOK and name not in init_methods(module)[0]:
+            module.apply(getattr(module, name))
+        else:
+            getattr(module, name)()
+
+
+def _in_containers(site: ModuleSite) -> Iterator[Slot]:
+    """Deferred slots of parameter lists and dicts, which cannot fill themselves."""
+    for child in site.children:
+        if isinstance(child.module, _PARAMETER_CONTAINERS):
+            yield from (slot for slot in child.slots if slot.deferred)
+            yield from _in_containers(child)
+
+
+@contextmanager
+def _set_aside(slots: tuple[Slot, ...]) -> Iterator[None]:
+    """Put copies in the places of real tensors of descendants."""
+    originals = [(slot, slot.read()) for slot in slots]
+    for slot, original in originals:
+        twin = original.detach().clone()
+        if isinstance(original, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
+        slot.write(twin)
+    try:
+        yield
+    finally:
+        for slot, original in originals:
+            slot.write(original)
+
+
+def _only_hints(module: nn.Module) -> Claim | None:
+    """Claim nothing, and say that the constructor may have written values itself."""
+    hints = tuple(_hints(module, ()))
+    return Claim(source="constructor", assumptions=hints) if hints else None
+
+
+def _unknown(site: ModuleSite, source: str, error: ProbeError) -> str:
+    return (
+        f"`{source}` of `{site.fqn or type(site.module).__name__}` cannot be tried "
+        f"without memory to see what it fills ({error}): build the model inside "
+        "`deferred_init(...)`, or register an initializer for "
+        f"`{type(site.module).__name__}`"
+    )
+
+
+def _assumptions(
+    module: nn.Module, calls: tuple[str, ...], certain: bool
+) -> Iterator[str]:
+    kind = type(module).__qualname__
+    if not certain:
+        yield (
+            f"the constructor of {kind} gives the values that `{calls[0]}` gives, "
+            "though it does not call it"
+        )
+    yield from _hints(module, calls)
+
+
+def _hints(module: nn.Module, calls: tuple[str, ...]) -> Iterator[str]:
+    explained = {"apply"} if _HOOK in calls else set()
+    names = [f"`{n}`" for n in writes_of(type(module)) if n not in explained]
+    if names:
+        yield (
+            f"what the constructor of {type(module).__qualname__} writes itself "
+            f"({', '.join(names[:5])}) changes no value of the model; where it does, "
+            "build the model inside `deferred_init(...)`"
+        )
+
+
+add_initializer(ResetMethods(), nn.Module)

@@ -1,0 +1,207 @@
+"""Finds out what a module's own init method would write, by running it on a stand-in.
+
+[Note: A stand-in without memory]
+The method runs on copies of the modules of the subtree, whose tensors are meta
+tensors of the same geometry. Everything else is shared. So the model stays exactly
+as it was, also where the method replaces parameters or raises. What leaves the
+subtree cannot be copied: writing to a real tensor there is refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.aliases import is_deferred, storage_key
+from deferred_init.dry_run import WriteWatch
+from deferred_init.rng import GeneratorSnapshot
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+
+__all__ = ["ProbeError", "Writes", "hollow", "probe_writes", "stand_in"]
+
+_MAX_DEPTH = 8
+
+
+class ProbeError(Exception):
+    """The method cannot be run without memory; says why, in short."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Writes:
+    """What a method would write.
+
+    Attributes:
+        filled: Deferred slots that it overwrites completely.
+        touched: Deferred slots that it writes in part, or changes.
+        real: Slots with memory that it would write to.
+    """
+
+    filled: tuple[Slot, ...]
+    touched: tuple[Slot, ...]
+    real: tuple[Slot, ...]
+
+
+def probe_writes(site: ModuleSite, call: Callable[[nn.Module], object]) -> Writes:
+    """Run `call` on a stand-in of a module and its descendants.
+
+    Args:
+        site: The module; all slots of it and below are looked at.
+        call: Receives the stand-in.
+
+    Raises:
+        ProbeError: If the call raises, with a short text.
+    """
+    try:
+        return _probe(site, call, torch.device("meta"))
+    except ProbeError:
+        # Its temporaries may need values, such as a schedule read with `.item()`.
+        return _probe(site, call, torch.device("cpu"))
+
+
+def _probe(
+    site: ModuleSite, call: Callable[[nn.Module], object], device: torch.device
+) -> Writes:
+    slots = list(_unique(site))
+    memo: dict[int, Any] = {}
+    twin = stand_in(site, memo)
+    before = {id(s.tensor): storage_key(memo[id(s.tensor)]) for s in slots}
+    generators = GeneratorSnapshot(torch.device("cpu"))
+    try:
+        with warnings.catch_warnings(), device, _Probe() as watch:
+            warnings.simplefilter("ignore")  # seen again when it runs
+            call(twin)
+    except Exception as error:  # any code may run in there
+        text = " ".join(str(error).split())
+        raise ProbeError(f"{type(error).__name__}: {text}") from error
+    finally:
+        generators.restore()
+    filled, touched, real = [], [], []
+    for slot in slots:
+        now = _now(slot, memo)
+        replaced = now is None or storage_key(now) != before[id(slot.tensor)]
+        if not replaced and storage_key(now) not in watch.written:
+            continue
+        if not slot.deferred:
+            real.append(slot)
+        elif now is not None and (
+            watch.is_filled(now) or (replaced and not watch.is_raw(now))
+        ):
+            filled.append(slot)
+        else:
+            touched.append(slot)
+    return Writes(filled=tuple(filled), touched=tuple(touched), real=tuple(real))
+
+
+def stand_in(site: ModuleSite, memo: dict[int, Any]) -> nn.Module:
+    """Copy the modules of a subtree with tensors that have no memory.
+
+    Args:
+        site: The subtree.
+        memo: Filled with the copy of each module and tensor, by `id`.
+    """
+    sites = list(site.post_order())
+    for one in sites:
+        twin = type(one.module).__new__(type(one.module))
+        memo[id(one.module)] = twin
+        for slot in one.slots:
+            if id(slot.tensor) not in memo:
+                memo[id(slot.tensor)] = hollow(slot.tensor)
+    for one in sites:
+        twin = memo[id(one.module)]
+        for name, value in vars(one.module).items():
+            vars(twin)[name] = _copy(value, memo, 0)
+    top = memo[id(site.module)]
+    assert isinstance(top, nn.Module)
+    return top
+
+
+def hollow(tensor: Tensor) -> Tensor:
+    """Return a meta tensor of its own; over the same meta storage if there is one."""
+    if is_deferred(tensor) and tensor.is_meta:
+        data = tensor.detach()
+    else:
+        data = torch.empty_strided(
+            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
+        )
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(data, requires_grad=tensor.requires_grad)
+    return data
+
+
+class _Probe(WriteWatch):
+    """A watch that refuses to write into memory that it did not see being made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._own: set[int | None] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        for argument, value in zip(func._schema.arguments, args, strict=False):
+            info = argument.alias_info
+            if (
+                info is not None
+                and info.is_write
+                and isinstance(value, Tensor)
+                and not value.is_meta
+                and storage_key(value) not in self._own
+            ):
+                raise RuntimeError("it writes to a tensor outside of the module")
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, Tensor) and not value.is_meta:
+                inputs = {storage_key(a) for a in args if isinstance(a, Tensor)}
+                if storage_key(value) not in inputs:
+                    self._own.add(storage_key(value))
+                    self._kept.append(value)
+        return result
+
+
+def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
+    """Copy a value as far as it leads to modules and tensors of the subtree."""
+    if id(value) in memo:
+        return memo[id(value)]
+    if isinstance(value, types.MethodType) and id(value.__self__) in memo:
+        return types.MethodType(value.__func__, memo[id(value.__self__)])
+    if depth > _MAX_DEPTH:
+        return value
+    if isinstance(value, functools.partial):
+        parts = [_copy(part, memo, depth + 1) for part in (value.func, *value.args)]
+        named = {k: _copy(v, memo, depth + 1) for k, v in value.keywords.items()}
+        return functools.partial(*parts, **named)
+    if type(value) in (list, set, tuple):
+        return type(value)(_copy(item, memo, depth + 1) for item in value)
+    if isinstance(value, dict):
+        made = value.copy()
+        made.update((k, _copy(v, memo, depth + 1)) for k, v in value.items())
+        return made
+    return value
+
+
+def _now(slot: Slot, memo: dict[int, Any]) -> Tensor | None:
+    """Return the tensor that stands in the slot's place in the stand-in."""
+    if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
+        owner = memo[id(slot.owner)]
+        table = owner._parameters if slot.kind is SlotKind.PARAMETER else owner._buffers
+        found = table.get(slot.name)
+    elif slot.container is vars(slot.owner):
+        found = vars(memo[id(slot.owner)]).get(slot.key)
+    else:
+        found = memo[id(slot.tensor)]
+    return found if isinstance(found, Tensor) else None
+
+
+def _unique(site: ModuleSite) -> list[Slot]:
+    unique: dict[int, Slot] = {}
+    for one in site.post_order():
+        for slot in one.slots:
+            unique.setdefault(id(slot.tensor), slot)
+    return list(unique.values())
