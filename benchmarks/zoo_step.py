@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
 
@@ -24,6 +26,8 @@ def train_step(model: nn.Module, seed: int = 7) -> tuple[float | None, str]:
     for inputs in _candidates(model):
         model.zero_grad(set_to_none=True)
         torch.manual_seed(seed)
+        numpy.random.seed(seed)  # masks of speech models
+        random.seed(seed)
         try:
             loss = _loss(model(**inputs))
             if loss is None:
@@ -35,7 +39,7 @@ def train_step(model: nn.Module, seed: int = 7) -> tuple[float | None, str]:
             continue
         grads = [p.grad for p in model.parameters() if p.grad is not None]
         finite = all(bool(torch.isfinite(grad).all()) for grad in grads)
-        return (float(loss) if finite else float("nan")), ""
+        return (loss.item() if finite else float("nan")), ""
     return None, reason
 
 

@@ -116,7 +116,7 @@ class HFInitWeights:
         with aside, _guarded(slot.tensor for slot in intent.real):
             for one in site.post_order():
                 setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
-            site.module.initialize_weights()
+            _initialize(site.module)
         for slot, tensor in given:
             if (found := slot.read()) is not tensor:
                 workspace.adopt(slot, found)
@@ -145,7 +145,7 @@ def _dry_run(site: ModuleSite) -> _Intent:
     try:
         flagged = _guarded(memo[id(slot.tensor)] for slot in real)
         with flagged, _visible_inits(), WriteWatch() as watch:
-            hollow.initialize_weights()
+            _initialize(hollow)
     finally:
         generators.restore()
     filled, touched, endangered = [], [], []
@@ -168,6 +168,10 @@ def _dry_run(site: ModuleSite) -> _Intent:
         real=real,
         done=done,
     )
+
+
+def _initialize(model: Any) -> None:
+    model.initialize_weights()
 
 
 def _hollow(tensor: Tensor) -> Tensor:
