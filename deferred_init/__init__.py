@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from deferred_init.api import audit, materialize, plan
+from deferred_init.distributed.fsdp1 import param_init_fn
 from deferred_init.errors import (
     AuditError,
     DeferredInitError,
@@ -38,6 +39,7 @@ __all__ = [
     "materialize",
     "materialize_module",
     "materialize_tensor",
+    "param_init_fn",
     "plan",
     "register_initializer",
 ]

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.distributed.agreement import agreed, finish_together
+from deferred_init.distributed.broadcast import hand_over, receiving_plan
 from deferred_init.errors import AuditError
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.handlers.protocol import Request
@@ -224,7 +225,11 @@ def _plan(
     inventory: Inventory, request: Request, optimizers: tuple[Optimizer, ...]
 ) -> Plan:
     before = [*wrapper_problems(inventory), *check_holders(inventory, optimizers)]
-    return agreed(inventory, request, lambda: make_plan(inventory, request, before))
+
+    def make() -> Plan:
+        return make_plan(inventory, request, before)
+
+    return agreed(inventory, request, lambda: receiving_plan(inventory, request, make))
 
 
 def _execute(
@@ -245,6 +250,7 @@ def _execute(
         execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
         if request.rng == "by_name":
             generators.restore()
+        hand_over(the_plan, workspace.current)
         for text in fill_optimizer_state(optimizers, workspace.on_undo):
             workspace.note(f"made {text}")
         for refresher in refreshers():
