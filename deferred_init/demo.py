@@ -65,7 +65,7 @@ def run_demo(options: DemoOptions, say: Callable[[str], None]) -> dict[str, Any]
     model = build_deferred(build)
     build_s = time.perf_counter() - started
     say(f"1. built without memory in {build_s:.2f} s: {_size_text(model)}")
-    optimizer = AdamW(model.parameters(), lr=3e-4)
+    optimizer = AdamW(model.parameters(), lr=1e-4)
     say("2. built AdamW on parameters that have no memory yet")
     report = materialize(model, device, optimizers=[optimizer], seed=options.seed)
     say("3. materialized\n")

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-import deferred_init
+from deferred_init.record import deferred_init
 from deferred_init.spelling import closest
 
 __all__ = ["TargetError", "build_deferred", "built", "load_function"]
@@ -58,11 +57,7 @@ def load_function(target: str) -> Callable[[], Any]:
 
 def build_deferred(function: Callable[[], Any]) -> Any:
     """Call a constructor so that its model takes no memory."""
-    record = getattr(deferred_init, "deferred_init", None)
-    if record is not None:
-        return record(function)
-    with torch.device("meta"):
-        return function()
+    return deferred_init(function)
 
 
 def built(result: Any) -> tuple[list[nn.Module], list[Optimizer]]:

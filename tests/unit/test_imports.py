@@ -24,7 +24,13 @@ PUBLIC_NAMES = [
     "Recipe",
     "Report",
     "audit",
+    "defer",
+    "deferred_init",
+    "is_deferred",
     "materialize",
+    "materialize_module",
+    "materialize_tensor",
+    "param_init_fn",
     "plan",
     "register_initializer",
 ]
