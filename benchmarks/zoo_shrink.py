@@ -83,7 +83,7 @@ def _smaller(name: str, value: Any, narrow: bool) -> Any:
     limit = None
     if name in _DEPTHS:
         limit = _LAYERS
-    elif name == "vocab_size" or name.endswith("_vocab_size"):
+    elif "vocab_size" in name:
         limit = _VOCAB
     elif name in _EXPERTS:
         limit = 4

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.record.generators import Generators
 from deferred_init.record.nodes import (
     External,
     ForeignValue,
@@ -17,7 +18,6 @@ from deferred_init.record.nodes import (
     Value,
 )
 from deferred_init.record.problems import ReplayError
-from deferred_init.record.timeline import Generators
 
 __all__ = ["Executor"]
 

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.execution import Executor
+from deferred_init.record.generators import Generators, seeded_state
 from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
 from deferred_init.record.nodes import (
@@ -24,7 +25,7 @@ from deferred_init.record.nodes import (
 )
 from deferred_init.record.paused import index_of, plain_torch
 from deferred_init.record.scratch import Scratch
-from deferred_init.record.timeline import Generators, Timeline, seeded_state
+from deferred_init.record.timeline import Timeline
 
 __all__ = ["Replay"]
 
@@ -136,33 +137,14 @@ class Replay:
         for generator, found in self._found.items():
             keep = keep_generators
             if keep is None:
-                keep = not named and self._untouched(generator, found)
+                keep = not named and self.generators.untouched(generator, found)
             if not keep:
                 generator.set_state(found)
         if not named and keep_generators is not False:
-            self._settle_explicit()
+            self.generators.settle_explicit()
         self._found = None
         self._env.clear()
         self.free_scratch()
-
-    def _untouched(self, generator: torch.Generator, found: Tensor) -> bool:
-        """Whether a generator still is where the recording left it."""
-        if generator.device.type == "cpu":
-            return torch.equal(found, self.recording.cpu_seen)
-        start = self.recording.cuda_starts.get(generator.device.index)
-        return start is None or torch.equal(found, start)
-
-    def _settle_explicit(self) -> None:
-        """Bring the caller's own generators where eager would have left them."""
-        latest = {
-            stream.generator: stream
-            for stream in self.recording.streams.values()
-            if stream.generator is not None
-        }
-        for generator, stream in latest.items():
-            here = generator.get_state()
-            if stream.start is not None and torch.equal(here, stream.start):
-                generator.set_state(self.generators.of(stream).get_state())
 
     def _begin(self) -> Needs:
         """Find what is needed and give every generator its starting state, once."""
@@ -171,22 +153,17 @@ class Replay:
             self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
             return self._plan
-        self._found = {}
         self._rewinds = {
             node.position for node in self.recording.nodes if isinstance(node, Rewind)
         }
-        streams = [self.recording.default_stream, *self.recording.streams.values()]
-        for stream in streams:
-            generator = self.generators.of(stream)
-            if stream.generator is None:
-                if generator in self._found:
-                    continue
-                start = self.generators.start(stream)
-                self._found[generator] = generator.get_state()
-            else:
-                start = self.generators.start(stream)
-            if self._before_random is None:
+        starts = self.generators.defaults()
+        self._found = self.generators.states()
+        if self._before_random is None:
+            for generator, start in starts.items():
                 generator.set_state(start)
+            for stream in self.recording.streams.values():
+                if stream.generator is not None:
+                    self.generators.of(stream).set_state(self.generators.start(stream))
         if 0 in self._rewinds:
             self._save(0)
         return self._plan
@@ -254,7 +231,7 @@ class Replay:
         end = len(self.recording.nodes) if upto is None else upto
         needs = needs_of(self.recording, set(values), end)
         env: dict[Value, Tensor] = {}
-        found = self._default_states()
+        found = self.generators.states()
         try:
             with plain_torch(), torch.no_grad():
                 for node in needs.nodes:
@@ -309,11 +286,3 @@ class Replay:
             )
         timeline: Timeline = known
         return timeline
-
-    def _default_states(self) -> dict[torch.Generator, Tensor]:
-        """Return the states of the default generators that a replay may touch."""
-        streams = [self.recording.default_stream, *self.recording.streams.values()]
-        generators = [
-            self.generators.of(stream) for stream in streams if not stream.generator
-        ]
-        return {generator: generator.get_state() for generator in generators}

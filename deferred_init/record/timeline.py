@@ -11,83 +11,19 @@ one node.
 from __future__ import annotations
 
 from bisect import bisect_right
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from deferred_init.record.graph import Recording
+from deferred_init.record.generators import seeded_state
 from deferred_init.record.nodes import Node, Reseed, Rewind, Stream
-from deferred_init.record.paused import index_of
 
 if TYPE_CHECKING:
     from deferred_init.record.replay import Replay
 
-__all__ = ["Generators", "Timeline", "seeded_state"]
+__all__ = ["Timeline"]
 
 _CHECKPOINT_ELEMENTS = 1 << 18
-
-
-def seeded_state(generator: torch.Generator, event: Reseed) -> Tensor | None:
-    """Return the state that a reseed gives a generator, `None` if it is unaffected."""
-    if generator.device.type == "cpu":
-        return event.state
-    if event.seed is None:
-        return None
-    probe = torch.Generator(generator.device)
-    probe.manual_seed(event.seed)
-    return probe.get_state()
-
-
-class Generators:
-    """The real generators that a replay on one device draws from.
-
-    Args:
-        recording: The recording whose streams they stand for.
-        device: The device of the replay.
-    """
-
-    def __init__(self, recording: Recording, device: torch.device) -> None:
-        self._recording = recording
-        self._device = device
-        self._private: dict[Stream, torch.Generator] = {}
-
-    def of(self, stream: Stream) -> torch.Generator:
-        """Return the generator of a stream."""
-        if stream.generator is None:
-            return default_generator(stream.device or self._device)
-        known = self._private.get(stream)
-        if known is None:
-            device = stream.generator.device
-            known = self._private[stream] = torch.Generator(device)
-        return known
-
-    def start(self, stream: Stream) -> Tensor:
-        """Return the state in which a stream began."""
-        if stream.start is not None:
-            return stream.start
-        generator = self.of(stream)
-        if generator.device.type == "cpu":
-            return self._recording.cpu_start
-        start = self._recording.cuda_starts.get(generator.device.index)
-        if start is None:
-            start = generator.get_state()
-            self._recording.cuda_starts[generator.device.index] = start
-        return start
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    if device.type == "cuda":
-        torch.cuda.init()
-    index = index_of(device)
-    if index is None:
-        index = module.current_device()
-    generator: torch.Generator = module.default_generators[index]
-    return generator
 
 
 class Timeline:
