@@ -13,6 +13,7 @@ from torch import nn
 import deferred_init as di
 from deferred_init import workspace as workspace_module
 from deferred_init.handlers.plain import PlainAllocator
+from deferred_init.rebind import exchange
 
 
 class Forty(nn.Module):
@@ -69,16 +70,26 @@ class Injected(RuntimeError):
     """Raised on purpose."""
 
 
+def _is_dry_run(argument: Any) -> bool:
+    """Whether an init function is being tried on meta while the plan is made."""
+    if isinstance(argument, nn.Module):
+        argument = next(argument.buffers(), next(argument.parameters(), None))
+    return isinstance(argument, torch.Tensor) and argument.is_meta
+
+
 def _fail_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
     calls = 0
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         nonlocal calls
+        if function is not exchange and _is_dry_run([*args, *kwargs.values()][0]):
+            return function(*args, **kwargs)
         calls += 1
         if calls == count:
             # A view in a local variable keeps its base from being swapped back
             # for as long as the traceback lives.
-            views = [a.view(-1) for a in args if isinstance(a, torch.Tensor)]
+            values = [*args, *kwargs.values()]
+            views = [a.view(-1) for a in values if isinstance(a, torch.Tensor)]
             raise Injected(f"call {count} with {len(views)} tensors")
         return function(*args, **kwargs)
 
@@ -89,8 +100,9 @@ def _fail_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
 _POINTS = {
     "allocation": (PlainAllocator, "empty_like"),
     "swap": (workspace_module, "exchange"),
-    "init of Linear": (nn.Linear, "reset_parameters"),
-    "init of BatchNorm": (nn.BatchNorm1d, "reset_running_stats"),
+    "init of Linear": (nn.init, "kaiming_uniform_"),
+    "init of BatchNorm": (nn.init, "ones_"),
+    "init of Embedding": (nn.init, "normal_"),
     "init function": (nn.init, "uniform_"),
     "init of the model": (Forty, "reset_parameters"),
     "cast at the end": (workspace_module.ExecutionWorkspace, "finish"),
@@ -157,7 +169,9 @@ def test_an_interrupt_is_undone_too(
     before, generators = _state(model), _generators()
 
     def interrupt(self: nn.Module) -> None:
-        raise error
+        if not _is_dry_run(self):
+            raise error
+        self.base.copy_(torch.rand(8))
 
     monkeypatch.setattr(Forty, "reset_parameters", interrupt)
     expected = di.MaterializeError if issubclass(error, Exception) else error
@@ -171,12 +185,12 @@ def test_the_error_names_step_module_and_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model, optimizer = _setup()
-    monkeypatch.setattr(nn.BatchNorm1d, "reset_parameters", _fail_at(2, lambda s: None))
+    monkeypatch.setattr(nn.init, "ones_", _fail_at(2, nn.init.ones_))
     with pytest.raises(di.MaterializeError) as caught:
         _run(model, optimizer)
     text = str(caught.value)
     assert "`layers.1.norm`" in text
-    assert "BatchNorm1d.reset_parameters" in text
+    assert ".reset_parameters)" in text
     assert "failed with Injected: call 2" in text
     assert "put back as they were" in text
     assert isinstance(caught.value.__cause__, Injected)
@@ -188,9 +202,12 @@ def test_module_attributes_that_a_failed_init_set_are_gone_again(
     model, optimizer = _setup()
 
     def messy(self: nn.Module) -> None:
+        self.base.copy_(torch.rand(8))
+        if _is_dry_run(self):
+            return
         self.new_attribute = 1
         self.register_buffer("new_buffer", torch.ones(1))
-        del self.base
+        del self.view
         raise Injected("after a mess")
 
     monkeypatch.setattr(Forty, "reset_parameters", messy)
