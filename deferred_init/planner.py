@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deferred_init.errors import PlanError
+from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import (
     Claim,
     Initializer,
@@ -39,7 +40,10 @@ _WALK_ORDER: Order = (2**61, 0)
 
 
 def make_plan(
-    inventory: Inventory, request: Request, known_problems: Sequence[str] = ()
+    inventory: Inventory,
+    request: Request,
+    known_problems: Sequence[str] = (),
+    weights: CheckpointInitializer | None = None,
 ) -> Plan:
     """Collect the claims of all initializers.
 
@@ -47,17 +51,21 @@ def make_plan(
         inventory: What there is.
         request: What is asked for.
         known_problems: Found by earlier checks; reported together with the rest.
+        weights: Fills what a checkpoint has.
 
     Raises:
         PlanError: If anything is unclaimed or impossible; lists all of it.
     """
-    claims = _Claims(inventory, request)
+    if weights is not None:
+        request = replace(request, draws_unneeded=weights.draws_all)
+    claims = _Claims(inventory, request, weights)
     needed = _sites_with_deferred(inventory)
     for root in inventory.roots:
         claims.ask_for_trees(root, needed)
     for site in inventory.sites():
         if id(site) in needed:
             claims.ask(site)
+    claims.take_weights()
     problems = [*known_problems, *claims.problems]
     problems += unclaimed(inventory, claims.claimed)
     problems += unallocatable(inventory, request)
@@ -70,7 +78,7 @@ def make_plan(
         request=request,
         inventory=inventory,
         steps=steps,
-        notes=left_behind(inventory),
+        notes=(*left_behind(inventory), *claims.notes),
         assumptions=tuple(
             dict.fromkeys(text for step in steps for text in step.claim.assumptions)
         ),
@@ -82,9 +90,15 @@ def make_plan(
 class _Claims:
     """Claims collected so far."""
 
-    def __init__(self, inventory: Inventory, request: Request) -> None:
+    def __init__(
+        self,
+        inventory: Inventory,
+        request: Request,
+        weights: CheckpointInitializer | None,
+    ) -> None:
         self.found: list[tuple[ModuleSite, Initializer, Claim]] = []
         self.problems: list[str] = []
+        self.notes: list[str] = []
         self.claimed: set[int] = set()
         self._trees: dict[int, tuple[Initializer, Claim]] = {}
         self._covered: set[int] = set()
@@ -92,6 +106,21 @@ class _Claims:
         self._open: set[int] = set()
         self._inventory = inventory
         self._request = request
+        self._weights = weights
+        self._reserved = _reserved(weights)
+        self.claimed |= self._reserved
+        self._settled |= self._reserved
+
+    def take_weights(self) -> None:
+        """Take what a checkpoint fills; what is reserved for it becomes its own."""
+        if self._weights is None:
+            return
+        self.claimed -= self._reserved
+        self._reserved = set()
+        self.problems.extend(self._weights.matches.problems)
+        self.notes.extend(self._weights.matches.notes)
+        for site, claim in self._weights.claims():
+            self._take(site, self._weights, claim)
 
     def ask_for_trees(self, root: ModuleSite, needed: set[int]) -> None:
         """Ask those who know whole subtrees, parents before children."""
@@ -144,7 +173,10 @@ class _Claims:
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
         self.problems.extend(claim.problems)
+        writes = bool(claim.slots or claim.rewrites)
         claim = self._normalize(claim)
+        if writes and not (claim.slots or claim.rewrites):
+            return  # all of it is loaded
         made = [id(slot.tensor) for slot in claim.slots]
         self.claimed.update(made)
         if claim.settled:
@@ -162,6 +194,8 @@ class _Claims:
         for slot in claim.rewrites:
             if id(slot.tensor) not in fresh:
                 again.setdefault(id(slot.tensor), slot)
+        for key in self._reserved:
+            again.pop(key, None)
         return replace(
             claim, slots=tuple(fresh.values()), rewrites=tuple(again.values())
         )
@@ -172,6 +206,20 @@ class _Claims:
             if slot.deferred and id(slot.tensor) not in self.claimed:
                 unique.setdefault(id(slot.tensor), slot)
         return tuple(unique.values())
+
+
+def _reserved(weights: CheckpointInitializer | None) -> set[int]:
+    """Tensors that nobody but the checkpoint writes; see its note."""
+    if weights is None or weights.draws_all:
+        return set()
+    return {
+        id(slot.tensor)
+        for slot in weights.loaded
+        if not any(
+            getattr(each, "makes_representation", False)
+            for each in initializers_for(type(slot.owner))
+        )
+    }
 
 
 def _sites_with_deferred(inventory: Inventory) -> set[int]:

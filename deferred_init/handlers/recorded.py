@@ -138,6 +138,8 @@ class _Replays:
         if self._request.rng == "by_name":
             assert self._request.seed is not None, "checked by the verb"
             before_random = _by_name(recording, slots, self._request.seed)
+        elif not self._request.draws_unneeded:
+            before_random = _keep_generator
         wanted = [_known_value(slot) for slot in slots]
         return Replay(
             recording, self._device, wanted=wanted, before_random=before_random
@@ -194,6 +196,10 @@ class _Replays:
         return moved.set_(
             known[1], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
+
+
+def _keep_generator(node: Node) -> None:
+    """Seed nothing: only what is needed is drawn."""
 
 
 def _by_name(

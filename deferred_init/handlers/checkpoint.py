@@ -1,0 +1,140 @@
+"""Initializer for what a checkpoint has; one is made for each call with `weights=`.
+
+[Note: Weights and initializers]
+The law is eager construction followed by `load_state_dict`: what the checkpoint has is
+loaded, what it lacks keeps the value of its initializer. Two ways lead there.
+
+If the checkpoint has every parameter, nobody needs random numbers: what is loaded is
+claimed before anybody else is asked, and ordinary initializers make only the rest
+(buffers that are not saved), with scratch lent for what is not theirs.
+
+If it lacks a parameter and the RNG policy is `eager`, that parameter's value depends on
+everything drawn before it. So all initializers run as they would without weights, and
+loading comes last. A module whose own hook has to run (quantized weights are made by
+it) is treated so in any case.
+
+Loading comes last in both, so that nothing that is loaded can be written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from deferred_init.handlers.protocol import (
+    Claim,
+    Order,
+    Request,
+    Step,
+    Workspace,
+)
+from deferred_init.loading.engine import EngineOptions
+from deferred_init.loading.matching import Load, Matches, WeightsRequest, match_weights
+from deferred_init.loading.session import LoadingSession
+from deferred_init.loading.targets import find_targets
+from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
+from deferred_init.sources.protocol import TensorInfo
+
+__all__ = ["CheckpointInitializer"]
+
+_STEP_BYTES = 1 << 28
+_ORDER = 2**62
+"""With the number of the step: after everything else, recipe rules included."""
+
+
+class CheckpointInitializer:
+    """Fills tensors from a source of weights.
+
+    Args:
+        inventory: The model's slots.
+        request: What the caller asked for.
+        weights: What the caller asked for about weights.
+        options: Threads and buffers.
+
+    Attributes:
+        matches: What is loaded, what is missing, problems and notes.
+        draws_all: Whether everything has to be initialized as without weights.
+    """
+
+    name = "checkpoint"
+    composite = False
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        request: Request,
+        weights: WeightsRequest,
+        options: EngineOptions | None = None,
+    ) -> None:
+        self._inventory = inventory
+        self._weights = weights
+        self._options = options or EngineOptions()
+        self.matches: Matches = match_weights(weights, find_targets(inventory, request))
+        self.draws_all = request.rng == "eager" and any(
+            target.slot.kind is SlotKind.PARAMETER for target in self.matches.missing
+        )
+        self._loads: dict[int, list[Load]] = {}
+
+    @property
+    def loaded(self) -> tuple[Slot, ...]:
+        """The first slot of every tensor that is loaded."""
+        return tuple(load.target.slot for load in self.matches.loads)
+
+    def claims(self) -> Iterator[tuple[ModuleSite, Claim]]:
+        """Return the claims, in the order of the files; steps of bounded size."""
+        infos = self._weights.source.tensors
+        for number, loads in enumerate(_groups(self.matches.loads, infos), start=1):
+            order: Order = (_ORDER, number)
+            self._loads[number] = loads
+            claim = Claim(
+                slots=tuple(load.target.slot for load in loads),
+                source=f"weights: {self._weights.source.name}",
+                order=order,
+                settled=True,
+            )
+            yield self._inventory.roots[0], claim
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim nothing: `claims` says it all at once."""
+        return None
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Run one step alone; `session` is what an execution uses."""
+        self.session([step], workspace).run(step)
+
+    def session(self, steps: Sequence[Step], workspace: Workspace) -> LoadingSession:
+        """Begin to load; reads ahead from one step to the next."""
+        numbers = [step.order[1] for step in steps if step.order is not None]
+        return LoadingSession(
+            self._inventory,
+            workspace,
+            self._weights.source,
+            [self._loads[number] for number in numbers],
+            self._options,
+        )
+
+
+def _groups(
+    loads: Sequence[Load], infos: Mapping[str, TensorInfo]
+) -> Iterator[list[Load]]:
+    """Divide loads into steps by file and offset, or as they come."""
+    files: dict[int, int] = {}
+
+    def place(load: Load) -> tuple[int, int]:
+        extent = infos[load.pieces[0].key].extent
+        if extent is None:
+            return -1, 0
+        return files.setdefault(id(extent.file), len(files)), extent.offset
+
+    group: list[Load] = []
+    size = 0
+    for load in sorted(loads, key=place):
+        group.append(load)
+        tensor = load.target.slot.tensor
+        size += tensor.numel() * load.target.dtype.itemsize
+        if size >= _STEP_BYTES:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group

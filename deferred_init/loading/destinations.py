@@ -1,0 +1,183 @@
+"""Where loaded values go: memory for a tensor of the model, made in its final form."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from deferred_init.aliases import is_deferred
+from deferred_init.handlers.protocol import Workspace
+from deferred_init.handlers.registry import allocator_for
+from deferred_init.loading.boxes import Segments
+from deferred_init.loading.matching import Load
+from deferred_init.poison import fill_poison
+from deferred_init.slots import Inventory
+from deferred_init.sources.protocol import ByteFile, Extent, TensorInfo
+
+__all__ = ["Arrival", "Destination", "Destinations", "register_arrival"]
+
+Arrival = Callable[[Tensor, Tensor], None]
+_arrivals: dict[type, Arrival] = {}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Destination:
+    """Memory that is to be filled.
+
+    Attributes:
+        memory: A plain tensor: the parameter's own memory, or scratch.
+        region: For each dim the ranges of the whole tensor that it keeps; None: all.
+        in_order: Whether it shares memory with others, so that order matters.
+        done: What to call when the values have arrived, or None.
+        in_place: Whether it has its values already: it was left in the file.
+    """
+
+    memory: Tensor
+    region: Sequence[Segments] | None = None
+    in_order: bool = False
+    done: Callable[[], None] | None = None
+    in_place: bool = False
+
+
+def register_arrival(tensor_type: type, arrival: Arrival) -> None:
+    """Say how a tensor of a special class takes in high-precision values.
+
+    Args:
+        tensor_type: The class; subclasses are served too.
+        arrival: Called as `arrival(tensor, values)` with the values on the tensor's
+            device. Without one, `tensor.copy_(values)` is called.
+    """
+    _arrivals[tensor_type] = arrival
+
+
+class Destinations:
+    """Makes memory for what is loaded, and hands it to the model.
+
+    Args:
+        inventory: The model's slots.
+        workspace: What changes the model.
+    """
+
+    def __init__(self, inventory: Inventory, workspace: Workspace) -> None:
+        self._inventory = inventory
+        self._workspace = workspace
+        self._device = workspace.request.device
+        self._mapped: dict[int, Any] = {}
+        self.bytes_in_place = 0
+
+    def make(self, load: Load, infos: Mapping[str, TensorInfo]) -> Destination:
+        """Make the memory for one tensor."""
+        slot = load.target.slot
+        tensor: Tensor = slot.read()
+        if is_deferred(tensor):
+            final = self._final_class(tensor)
+            if final is not None:
+                return self._new(load, tensor, final, infos)
+            self._workspace.allocate([slot])
+            tensor = slot.read()
+        return self._existing(load, tensor)
+
+    def _final_class(self, tensor: Tensor) -> type | None:
+        """Return the class of an ordinary tensor that has its memory to itself."""
+        if self._inventory.groups[id(tensor)].shared:
+            return None
+        allocator = allocator_for(tensor)
+        assert allocator is not None, "checked in the plan"
+        final = type(allocator.empty_like(tensor, torch.device("meta")))
+        return final if _is_plain(final) else None
+
+    def _new(
+        self, load: Load, tensor: Tensor, final: type, infos: Mapping[str, TensorInfo]
+    ) -> Destination:
+        """Make memory in the final dtype, or leave the values in the file."""
+        data = self._map(load, tensor, infos)
+        in_place = data is not None
+        if data is None:
+            data = torch.empty_strided(
+                tensor.size(),
+                tensor.stride(),
+                dtype=load.target.dtype,
+                device=self._device,
+            )
+            if self._workspace.request.verify == "full":
+                fill_poison(data)
+        memory = data.detach()  # adopting exchanges what `data` refers to
+        made = data
+        if final is not Tensor:
+            made = Tensor._make_subclass(final, data, tensor.requires_grad)
+        self._workspace.adopt(load.target.slot, made)
+        return Destination(memory=memory, in_place=in_place)
+
+    def _existing(self, load: Load, tensor: Tensor) -> Destination:
+        """Use memory that the tensor has."""
+        shared = self._inventory.groups[id(load.target.slot.tensor)].shared
+        local = getattr(tensor, "_local_tensor", None)
+        if local is not None:
+            return Destination(memory=local.detach(), region=_region(tensor))
+        if _is_plain(type(tensor)):
+            return Destination(memory=tensor.detach(), in_order=shared)
+        scratch = torch.empty(tensor.size(), dtype=tensor.dtype, device=self._device)
+        return Destination(memory=scratch, done=lambda: _arrive(tensor, scratch))
+
+    def _map(
+        self, load: Load, tensor: Tensor, infos: Mapping[str, TensorInfo]
+    ) -> Tensor | None:
+        """Return a tensor over the bytes of the file, if they can stay there."""
+        piece = load.pieces[0]
+        info = infos[piece.key]
+        if (
+            self._device.type != "cpu"
+            or len(load.pieces) > 1
+            or piece.shape != piece.source_view
+            or info.extent is None
+            or info.dtype != load.target.dtype
+            or info.extent.offset % info.dtype.itemsize
+            or not tensor.is_contiguous()
+            or tensor.numel() == 0
+        ):
+            return None
+        mapped = self._mapping(info.extent.file)
+        if mapped is None:
+            return None
+        self.bytes_in_place += info.num_bytes
+        return _over(mapped, info.extent, info.dtype, tensor)
+
+    def _mapping(self, file: ByteFile) -> Any | None:
+        if id(file) not in self._mapped:
+            self._mapped[id(file)] = file.map()
+        return self._mapped[id(file)]
+
+
+def _over(mapped: Any, extent: Extent, dtype: torch.dtype, tensor: Tensor) -> Tensor:
+    flat = torch.frombuffer(
+        mapped, dtype=dtype, count=tensor.numel(), offset=extent.offset
+    )
+    return flat.as_strided(tensor.size(), tensor.stride())
+
+
+def _arrive(tensor: Tensor, values: Tensor) -> None:
+    """Let a tensor of a special class take in values."""
+    for base in type(tensor).__mro__:
+        if base in _arrivals:
+            _arrivals[base](tensor, values)
+            return
+    with torch.no_grad():
+        tensor.copy_(values)
+
+
+def _region(tensor: Tensor) -> Sequence[Segments]:
+    from deferred_init.handlers.dtensor import region_on_this_rank
+
+    region = region_on_this_rank(tensor)  # type: ignore[arg-type]
+    if region is None:  # this rank is not in the mesh
+        return [() for _ in tensor.size()]
+    return region.dims
+
+
+def _is_plain(tensor_type: type) -> bool:
+    own = getattr(tensor_type, "__torch_dispatch__", None)
+    return own is Tensor.__torch_dispatch__

@@ -1,0 +1,159 @@
+"""One execution of loading: makes memory, keeps the engine busy, waits for steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from deferred_init.handlers.protocol import Order, Step, Workspace
+from deferred_init.loading.asked import Asked, asked_for
+from deferred_init.loading.boxes import Cut, cut
+from deferred_init.loading.destinations import Destination, Destinations
+from deferred_init.loading.engine import Batch, Engine, EngineOptions
+from deferred_init.loading.matching import Load
+from deferred_init.loading.read_plan import Chunk, Landing, join, landings
+from deferred_init.slots import Inventory
+from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
+
+__all__ = ["LoadingSession"]
+
+_STEPS_AHEAD = 2
+"""How many steps are begun before one is waited for; bounds scratch."""
+
+
+class LoadingSession:
+    """Loads the steps of one plan, reading ahead; implements `Session`.
+
+    Args:
+        inventory: The model's slots.
+        workspace: What changes the model.
+        source: Where the values come from.
+        steps: What each step loads, in the planned order.
+        options: Threads and buffers.
+    """
+
+    def __init__(
+        self,
+        inventory: Inventory,
+        workspace: Workspace,
+        source: TensorSource,
+        steps: Sequence[Sequence[Load]],
+        options: EngineOptions,
+    ) -> None:
+        self._workspace = workspace
+        self._source = source
+        self._infos: Mapping[str, TensorInfo] = source.tensors
+        self._steps = steps
+        self._options = options
+        self._destinations = Destinations(inventory, workspace)
+        self._engine: Engine | None = None
+        self._begun: list[tuple[Batch, list[Destination]]] = []
+        self._finished = 0
+
+    def advance(self, order: Order | None) -> None:
+        """Do nothing: loading draws no random numbers."""
+
+    def run(self, step: Step) -> None:
+        """Load the next step; on any failure all reading stops before it is raised."""
+        try:
+            if self._engine is None:
+                self._check_files()
+                self._engine = Engine(self._workspace.request.device, self._options)
+            self._run(self._engine)
+        except BaseException:
+            if self._engine is not None:
+                self._engine.close()
+            raise
+
+    def _run(self, engine: Engine) -> None:
+        until = min(len(self._steps), self._finished + 1 + _STEPS_AHEAD)
+        for loads in self._steps[len(self._begun) : until]:
+            batch, made = self._begin(loads)
+            engine.submit(batch)
+            self._begun.append((batch, made))
+        batch, made = self._begun[self._finished]
+        engine.wait(batch)
+        for destination in made:
+            if destination.done is not None:
+                destination.done()
+        self._begun[self._finished] = (batch, [])  # lets go of scratch
+        self._finished += 1
+        if self._finished == len(self._steps):
+            engine.close()
+            engine.check()
+            self._check_files()
+            self._note()
+
+    def _begin(self, loads: Sequence[Load]) -> tuple[Batch, list[Destination]]:
+        """Make the memory of a step, and say what is read into it."""
+        made: list[Destination] = []
+        found: list[Landing] = []
+        asked: list[Asked] = []
+        for load in loads:
+            destination = self._destinations.make(load, self._infos)
+            made.append(destination)
+            if destination.in_place:
+                continue
+            for key, part in _cuts(load, destination):
+                if self._infos[key].extent is None or destination.in_order:
+                    asked += asked_for(
+                        self._source,
+                        key,
+                        part,
+                        destination.memory,
+                        self._options.asked_bytes,
+                    )
+                else:
+                    found += landings(
+                        key,
+                        self._infos[key],
+                        part,
+                        destination.memory,
+                        self._options.buffer_bytes,
+                    )
+        return Batch(chunks=self._chunks(found), asked=asked), made
+
+    def _chunks(self, found: list[Landing]) -> list[Chunk]:
+        """Join landings, except those that can be read straight into place."""
+        if self._workspace.request.device.type != "cpu":
+            return join(found, self._options.buffer_bytes)
+        straight = [item for item in found if item.is_copy]
+        others = [item for item in found if not item.is_copy]
+        alone = [
+            Chunk(
+                file=item.file,
+                offset=item.offset,
+                num_bytes=item.num_bytes,
+                landings=(item,),
+            )
+            for item in straight
+        ]
+        return [*alone, *join(others, self._options.buffer_bytes)]
+
+    def _check_files(self) -> None:
+        """See that the files are still those that were opened.
+
+        Raises:
+            OSError: One is not.
+        """
+        for file in self._files():
+            file.check_unchanged()
+
+    def _files(self) -> Iterator[ByteFile]:
+        keys = (p.key for loads in self._steps for load in loads for p in load.pieces)
+        extents = (self._infos[key].extent for key in keys)
+        files = {id(each.file): each.file for each in extents if each is not None}
+        yield from files.values()
+
+    def _note(self) -> None:
+        in_place = self._destinations.bytes_in_place
+        if in_place:
+            self._workspace.note(
+                f"weights: {in_place:,} bytes stay in the file and are read when first "
+                "used; pass `open_source(..., mmap=False)` to copy them"
+            )
+
+
+def _cuts(load: Load, destination: Destination) -> Iterator[tuple[str, Cut]]:
+    for piece in load.pieces:
+        for part in cut(piece, load.target.shape, destination.region):
+            yield piece.key, part
