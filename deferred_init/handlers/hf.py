@@ -18,7 +18,6 @@ are flagged meanwhile. All modules are flagged at the end.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -29,13 +28,12 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, initialization
 
-from deferred_init.aliases import storage_key
-from deferred_init.dry_run import WriteWatch
+from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
-from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.write_probe import ProbeError, probe_writes
 
 __all__ = ["HFInitWeights"]
 
@@ -79,14 +77,12 @@ class HFInitWeights:
         source = f"{model_class}.initialize_weights"
         try:
             intent = _dry_run(site)
-        except Exception as error:  # noqa: BLE001 - any code may run in there
-            text = " ".join(str(error).split())
+        except ProbeError as error:
             return Claim(
                 problems=(
                     f"`{source}` of `{site.fqn or 'the model'}` cannot be tried "
-                    "without memory to see what it fills "
-                    f"({type(error).__name__}: {text}): build the model inside "
-                    "`deferred_init(...)`",
+                    f"without memory to see what it fills ({error}): build the model "
+                    "inside `deferred_init(...)`",
                 )
             )
         if not intent.filled and not intent.touched:
@@ -127,64 +123,31 @@ class HFInitWeights:
 
 
 def _dry_run(site: ModuleSite) -> _Intent:
-    """Run `initialize_weights` on a copy of the model without memory."""
-    slots = [
-        slot
-        for one in site.post_order()
-        for slot in one.slots
-        if slot.kind in _REGISTERED
-    ]
-    real = tuple(slot for slot in slots if not slot.deferred)
+    """Run `initialize_weights` on a stand-in without memory."""
+    slots = [slot for one in site.post_order() for slot in one.slots]
     done = frozenset(id(one.module) for one, inner in _walk(site) if _done(one, inner))
-    memo: dict[int, Any] = {id(slot.tensor): _hollow(slot.tensor) for slot in slots}
-    hollow = copy.deepcopy(site.module, memo)
-    for one in site.post_order():
-        setattr(memo[id(one.module)], _INITIALIZED, id(one.module) in done)
-    before = {id(slot.tensor): storage_key(memo[id(slot.tensor)]) for slot in slots}
-    generators = GeneratorSnapshot(torch.device("cpu"))
-    try:
-        flagged = _guarded(memo[id(slot.tensor)] for slot in real)
-        with flagged, _visible_inits(), WriteWatch() as watch:
-            _initialize(hollow)
-    finally:
-        generators.restore()
-    filled, touched, endangered = [], [], []
-    for slot in slots:
-        copied = memo[id(slot.owner)]
-        now = getattr(copied, slot.name)
-        replaced = storage_key(now) != before[id(slot.tensor)]
-        if not replaced and storage_key(now) not in watch.written:
-            continue
-        if not slot.deferred:
-            endangered.append(slot)
-        elif replaced or watch.is_filled(now):
-            filled.append(slot)
-        else:
-            touched.append(slot)
+
+    def initialize(twin: nn.Module) -> None:
+        for ours, its in zip(site.module.modules(), twin.modules(), strict=True):
+            setattr(its, _INITIALIZED, id(ours) in done)
+            for name, tensor in (*ours._parameters.items(), *ours._buffers.items()):
+                if tensor is not None and not is_deferred(tensor):
+                    setattr(getattr(its, name), _INITIALIZED, True)
+        with _visible_inits():
+            _initialize(twin)
+
+    writes = probe_writes(site, initialize)
     return _Intent(
-        filled=tuple(filled),
-        touched=tuple(touched),
-        endangered=tuple(endangered),
-        real=real,
+        filled=writes.filled,
+        touched=writes.touched,
+        endangered=writes.real,
+        real=tuple(s for s in slots if s.kind in _REGISTERED and not s.deferred),
         done=done,
     )
 
 
 def _initialize(model: Any) -> None:
     model.initialize_weights()
-
-
-def _hollow(tensor: Tensor) -> Tensor:
-    """A tensor object of its own without memory: over the same meta storage if any."""
-    if tensor.is_meta:
-        data = tensor.detach()
-    else:
-        data = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, requires_grad=tensor.requires_grad)
-    return data
 
 
 def _walk(site: ModuleSite) -> Iterator[tuple[ModuleSite, bool]]:
