@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,20 +15,24 @@ from deferred_init.distributed.agreement import agreed, finish_together
 from deferred_init.distributed.broadcast import hand_over, receiving_plan
 from deferred_init.errors import AuditError
 from deferred_init.execute import Execution, all_or_nothing, run_steps
+from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import load_handlers, refreshers
 from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
 from deferred_init.inventory import take_inventory
+from deferred_init.loading.matching import WeightsRequest
 from deferred_init.plan import Plan
 from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar
 from deferred_init.report import Report, ReportStep
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
 from deferred_init.slots import Inventory
+from deferred_init.sources.layout import LayoutRule
 from deferred_init.validate import (
     as_models,
     as_optimizers,
     make_request,
+    make_weights,
     wrapper_problems,
 )
 from deferred_init.workspace import ExecutionWorkspace
@@ -36,6 +40,7 @@ from deferred_init.workspace import ExecutionWorkspace
 __all__ = ["audit", "materialize", "plan"]
 
 Models = nn.Module | Sequence[nn.Module]
+Names = Mapping[str, str] | Iterable[Mapping[str, str] | LayoutRule]
 
 
 def materialize(
@@ -51,6 +56,10 @@ def materialize(
     strict: bool = True,
     progress: bool | None = None,
     dtype: torch.dtype | None = None,
+    weights: object = None,
+    names: Names = (),
+    missing: str = "init",
+    unexpected: str = "ignore",
     values_from: str | None = None,
     broadcast_from: int | None = None,
     rank_timeout_s: float = 300.0,
@@ -86,6 +95,16 @@ def materialize(
             takes longer than a second.
         dtype: Cast floating-point parameters and buffers to this, as `model.to`
             would after eager construction.
+        weights: Fill tensors from a checkpoint, after construction: a safetensors
+            file, a folder or an index of them, a DCP folder, a `torch.save` file, a
+            mapping, or what `deferred_init.sources.open_source` returns. Only
+            deferred tensors are loaded; they keep the model's dtype.
+        names: How the checkpoint's names differ: `{pattern: template}`, or a sequence
+            of those and of `Fuse`, `Split`, `Stack`, `Unstack`.
+        missing: What the checkpoint lacks: `"init"` initializes it as without
+            weights, but refuses a checkpoint that lacks most of the model; `"any"`
+            accepts that too; `"error"` refuses all.
+        unexpected: What it has too much: `"ignore"` or `"error"`.
         values_from: `"cpu"` replays a recorded model on the CPU and moves each
             tensor over, for the values of eager construction on the CPU.
         broadcast_from: The rank whose values all others get, for models that are
@@ -124,8 +143,9 @@ def materialize(
         broadcast_from=broadcast_from,
         rank_timeout_s=rank_timeout_s,
     )
+    wanted = make_weights(weights, names, missing, unexpected)
     inventory = _look(models)
-    the_plan = _plan(inventory, request, opts)
+    the_plan = _plan(inventory, request, opts, wanted)
     before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
     execution, workspace = _execute(the_plan, opts, held, progress)
@@ -159,6 +179,10 @@ def plan(
     rng: str = "eager",
     verify: str = "fast",
     dtype: torch.dtype | None = None,
+    weights: object = None,
+    names: Names = (),
+    missing: str = "init",
+    unexpected: str = "ignore",
 ) -> Plan:
     """Say what `materialize` would do, without doing any of it.
 
@@ -185,7 +209,9 @@ def plan(
         seed=seed,
         must_exist=False,
     )
-    return _plan(_look(as_models(model)), request, as_optimizers(optimizers))
+    wanted = make_weights(weights, names, missing, unexpected)
+    inventory = _look(as_models(model))
+    return _plan(inventory, request, as_optimizers(optimizers), wanted)
 
 
 def audit(
@@ -222,12 +248,18 @@ def _look(models: tuple[nn.Module, ...]) -> Inventory:
 
 
 def _plan(
-    inventory: Inventory, request: Request, optimizers: tuple[Optimizer, ...]
+    inventory: Inventory,
+    request: Request,
+    optimizers: tuple[Optimizer, ...],
+    wanted: WeightsRequest | None,
 ) -> Plan:
     before = [*wrapper_problems(inventory), *check_holders(inventory, optimizers)]
+    weights = None
+    if wanted is not None:
+        weights = CheckpointInitializer(inventory, request, wanted)
 
     def make() -> Plan:
-        return make_plan(inventory, request, before)
+        return make_plan(inventory, request, before, weights)
 
     return agreed(inventory, request, lambda: receiving_plan(inventory, request, make))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -11,13 +11,18 @@ from torch.optim import Optimizer
 
 from deferred_init.errors import PlanError
 from deferred_init.handlers.protocol import Request
+from deferred_init.loading.matching import WeightsRequest
 from deferred_init.recipe import Recipe
 from deferred_init.rng import POLICIES
 from deferred_init.slots import Inventory
+from deferred_init.sources.layout import LayoutRule, check_rule
+from deferred_init.sources.opening import open_source
 
-__all__ = ["as_models", "make_request", "wrapper_problems"]
+__all__ = ["as_models", "make_request", "make_weights", "wrapper_problems"]
 
 _VERIFY = ("fast", "full")
+_MISSING = ("init", "error", "any")
+_UNEXPECTED = ("ignore", "error")
 _WRAP_AFTER = {
     "torch.nn.parallel.distributed.DistributedDataParallel": "wrap it in DDP",
     "torch.nn.parallel.data_parallel.DataParallel": "wrap it in DataParallel",
@@ -124,6 +129,62 @@ def _check_source(rank: int) -> None:
             f"broadcast_from must be a rank of 0 to {dist.get_world_size() - 1}, "
             f"found {rank!r}"
         )
+
+
+def make_weights(
+    weights: object, names: object, missing: str, unexpected: str
+) -> WeightsRequest | None:
+    """Open weights and check what goes with them.
+
+    Args:
+        weights: What `open_source` takes, or None.
+        names: A mapping of pattern to template, or a sequence of such mappings and
+            layout rules.
+        missing: `"init"`, `"error"` or `"any"`.
+        unexpected: `"ignore"` or `"error"`.
+
+    Raises:
+        ValueError: An unknown policy, an invalid pattern, or `names` without weights.
+        TypeError: `weights` or something in `names` is of the wrong kind.
+        PlanError: The weights cannot be opened.
+    """
+    if missing not in _MISSING:
+        raise ValueError(f"missing must be one of {_MISSING}, found {missing!r}")
+    if unexpected not in _UNEXPECTED:
+        raise ValueError(
+            f"unexpected must be one of {_UNEXPECTED}, found {unexpected!r}"
+        )
+    renames: list[tuple[str, str]] = []
+    rules: list[LayoutRule] = []
+    for item in (names,) if isinstance(names, Mapping) else _iterate(names):
+        if isinstance(item, Mapping):
+            renames += [(str(key), str(value)) for key, value in item.items()]
+        elif isinstance(item, LayoutRule):
+            rules.append(item)
+        else:
+            raise TypeError(
+                "expected mappings of pattern to template and layout rules (Fuse, "
+                f"Split, Stack, Unstack) in `names`, got {type(item).__name__}"
+            )
+    for pattern, _ in renames:
+        check_rule(pattern, 0)
+    if weights is None:
+        if renames or rules:
+            raise ValueError("`names` says how weights are named: pass weights= too")
+        return None
+    return WeightsRequest(
+        source=open_source(weights),
+        renames=tuple(renames),
+        rules=tuple(rules),
+        missing=missing,
+        unexpected=unexpected,
+    )
+
+
+def _iterate(names: object) -> tuple[object, ...]:
+    if not isinstance(names, Iterable) or isinstance(names, str):
+        raise TypeError(f"expected a mapping or a sequence as `names`, got {names!r}")
+    return tuple(names)
 
 
 def wrapper_problems(inventory: Inventory) -> list[str]:
