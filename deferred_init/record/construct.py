@@ -89,7 +89,8 @@ def deferred_init(
         _restore_cuda(recording, seeds_queued)
         recording.watch = None
         recording.borrowed.clear()
-    recording.result = result
+    recording.set_result(result)
+    recording.external.clear()
     remember_places(recording, result)
     return result
 

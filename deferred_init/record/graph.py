@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from deferred_init.record.nodes import Mark, Node, Stream, Value
 
@@ -24,11 +26,10 @@ class Recording:
         cpu_start: State of the CPU's default generator when recording began.
         cuda_starts: States of CUDA generators then, by index, where CUDA was running.
         cpu_seen: State in which recording left the CPU's default generator.
-        result: What the constructor returned.
         timelines: Generator states met by replays, per device.
         watch: Notices reseeding while the constructor runs.
-        places: The value of each parameter and buffer of the result, by `id` of its
-            module and by name.
+        places: The value of each parameter and buffer of the result, by its module
+            and its name. Nothing here keeps a module alive.
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
@@ -42,15 +43,31 @@ class Recording:
         self.cpu_start: Tensor = torch.default_generator.get_state()
         self.cuda_starts: dict[int | None, Tensor] = {}
         self.cpu_seen: Tensor = self.cpu_start
-        self.result: Any = None
+        self._result: Any = None
         self.timelines: dict[Any, Any] = {}
         self.streams: dict[Any, Stream] = {}
         self.default_stream = Stream(None)
         self.watch: Any = None
         self.borrowed: dict[int, Any] = {}
         self.made: dict[str, Value] = {}
-        self.places: dict[tuple[int, str], Value] = {}
+        self.places: WeakKeyDictionary[nn.Module, dict[str, Value]] = (
+            WeakKeyDictionary()
+        )
         self.external: dict[int, Tensor] = {}
+
+    def set_result(self, result: Any) -> None:
+        """Remember what the constructor returned, without keeping it alive."""
+        if isinstance(result, Tensor):
+            self._result = vars(result).get("_value")
+        elif isinstance(result, nn.Module):
+            self._result = weakref.ref(result)
+
+    def is_result(self, obj: Tensor | nn.Module) -> bool:
+        """Whether an object is what the constructor returned."""
+        if isinstance(obj, Tensor):
+            value = vars(obj).get("_value")
+            return value is not None and value is self._result
+        return isinstance(self._result, weakref.ref) and self._result() is obj
 
     @property
     def marks(self) -> list[Mark]:

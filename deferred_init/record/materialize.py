@@ -51,7 +51,7 @@ def materialize_tensor(
     if isinstance(tensor, DeferredTensor):
         recording = value_of(tensor).recording
         named = {"the tensor": tensor}
-        _materialize(recording, named, device, whole=recording.result is tensor)
+        _materialize(recording, named, device, whole=recording.is_result(tensor))
     return tensor
 
 
@@ -85,7 +85,7 @@ def materialize_module(
     for recording, members in groups.items():
         recording.made.update((n, value_of(t)) for n, t in members.items())
         everything = not buffers_only and check_fn is None
-        whole = everything and recording.result is module
+        whole = everything and recording.is_result(module)
         _materialize(recording, members, device, whole=whole)
 
 

@@ -10,6 +10,7 @@ node that wrote to the storages of its values.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -236,14 +237,20 @@ class Mark(Node):
     """A place in the order where somebody else initializes something.
 
     Attributes:
-        payload: What is to be initialized there, usually a module.
+        payload: What is to be initialized there, usually a module; `None` if it is
+            gone, since a mark keeps nothing alive.
     """
 
-    __slots__ = ("payload",)
+    __slots__ = ("_payload",)
 
     def __init__(self, index: int, payload: Any) -> None:
         super().__init__(index, _nothing, (), None)
-        self.payload = payload
+        self._payload = weakref.ref(payload)
+
+    @property
+    def payload(self) -> Any:
+        """What is to be initialized there, if it still lives."""
+        return self._payload()
 
 
 class Reseed(Node):

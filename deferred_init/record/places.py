@@ -5,8 +5,7 @@
 local tensor comes from recorded operations on the deferred parameter, so it leads to
 the recording; but it is not what one device would hold, and `distribute_tensor` even
 leaves it empty, since on meta it does not communicate. The value that counts is the
-one that the constructor left in the same place: same module object, same name. The
-recording keeps its result alive, so the `id` of a module stays its own.
+one that the constructor left in the same place: same module object, same name.
 """
 
 from __future__ import annotations
@@ -21,8 +20,6 @@ from deferred_init.record.tensor import DeferredTensor, value_of
 
 __all__ = ["remember_places", "value_in_place"]
 
-Place = tuple[int, str]
-
 
 def remember_places(recording: Recording, result: Any) -> None:
     """Note the value behind each parameter and buffer of the modules in a result."""
@@ -33,7 +30,8 @@ def remember_places(recording: Recording, result: Any) -> None:
             for module in item.modules():
                 for name, tensor in [*module._parameters.items(), *_buffers(module)]:
                     if isinstance(tensor, DeferredTensor):
-                        recording.places[id(module), name] = value_of(tensor)
+                        held = recording.places.setdefault(module, {})
+                        held[name] = value_of(tensor)
         elif isinstance(item, (list, tuple)):
             pending.extend(item)
         elif isinstance(item, dict):
@@ -54,7 +52,7 @@ def value_in_place(owner: nn.Module, name: str, tensor: Tensor) -> Value | None:
     local = getattr(tensor, "_local_tensor", None)
     if not isinstance(local, DeferredTensor):
         return None
-    return value_of(local).recording.places.get((id(owner), name))
+    return value_of(local).recording.places.get(owner, {}).get(name)
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:

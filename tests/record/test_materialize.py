@@ -233,3 +233,14 @@ def test_deferring_for_weights_leaves_plain_meta_parameters_with_ties():
     assert model[2].weight is weight
     assert weight.tag == "kept"
     assert torch.equal(model[1].table, torch.arange(3.0))
+
+
+def test_a_recording_does_not_keep_its_model_alive():
+    model = deferred_init(build)
+    recording = recording_of(model)
+    recording.mark(model[0])
+    materialize_module(model)
+    alive = weakref.ref(model), weakref.ref(model[0].weight)
+    del model
+    assert [reference() for reference in alive] == [None, None]
+    assert recording.marks[0].payload is None
