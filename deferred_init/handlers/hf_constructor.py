@@ -28,7 +28,7 @@ import copy
 import inspect
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -38,6 +38,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deferred_init.aliases import storage_key
+from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.rng import GeneratorSnapshot
@@ -128,14 +129,18 @@ class HFConstructor:
         claimed = {id(slot.tensor) for slot in step.claim.slots}
         slots = [slot for below in site.post_order() for slot in below.slots]
         others = _bytes(slots, but=step.claim.slots)
-        if workspace.request.rng != "eager" or others > _room(step.claim.slots):
+        request = workspace.request
+        skips = request.rng != "eager" or not request.draws_unneeded
+        if skips or others > _room(step.claim.slots):
             twin = replay_twin(
                 lambda: construction.build(site.module),
                 lambda twin: _own(matching_slots(site, slots, twin), claimed),
                 workspace,
             )
         else:
-            twin = construction.build(site.module)
+            full = workspace.request.verify == "full"
+            with PoisonedMemory() if full else nullcontext():
+                twin = construction.build(site.module)
             for slot, tensor in _own(matching_slots(site, slots, twin), claimed):
                 if construction.cast and tensor.dtype != slot.tensor.dtype:
                     tensor = tensor.to(slot.tensor.dtype)

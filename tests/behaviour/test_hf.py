@@ -189,3 +189,14 @@ def test_a_parameter_that_ignores_the_meta_device_is_initialized_too() -> None:
     report = di.materialize(model, "cpu", seed=5)
     assert_same(model, expected)
     assert any("`ln_f.weight` has memory only because" in t for t in report.assumptions)
+
+
+def test_full_verification_finds_what_a_constructor_forgets_to_fill() -> None:
+    class Forgetful(hf.GPT2Model):
+        def __init__(self, config: hf.GPT2Config) -> None:
+            super().__init__(config)
+            self.scale = nn.Parameter(torch.empty(4))
+
+    model = on_meta(lambda: Forgetful(CONFIGS["gpt2"]()))
+    with pytest.raises(di.AuditError, match="`scale`"):
+        di.materialize(model, "cpu", seed=5, verify="full")

@@ -1,0 +1,38 @@
+"""Poisons memory that foreign code allocates, so that what it forgets is found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from deferred_init.poison import fill_poison
+
+__all__ = ["PoisonedMemory"]
+
+_RAW = frozenset(
+    {"empty", "empty_like", "empty_strided", "empty_permuted"}
+    | {"new_empty", "new_empty_strided"}
+)
+
+
+class PoisonedMemory(TorchDispatchMode):
+    """A mode in which `torch.empty` and its kin return poison.
+
+    With `verify="full"` constructors run under it, as fresh memory of the workspace is
+    poisoned too: what is left of it in the end was never initialized.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        """Run the operation; poison what it leaves uninitialized."""
+        result = func(*args, **(kwargs or {}))
+        name = func._schema.name.split("::")[-1]
+        if name in _RAW and isinstance(result, Tensor) and not result.is_meta:
+            fill_poison(result)
+        return result
