@@ -47,13 +47,15 @@ def replay_twin(
             workspace.adopt(slot, tensor.to(request.device))
     by_name = request.rng == "by_name"
     for recording, values in _by_recording(slots).items():
-        if not by_name:
+        seeds: Callable[[record.Node], int | None] | None = None
+        if by_name:
+            seeds = _seeds(recording, values, request.seed)
+        elif not request.draws_unneeded:
+            seeds = _no_seed
+        if seeds is None:
             workspace.on_undo(recording.start_from_here(request.device))
         replay = record.Replay(
-            recording,
-            request.device,
-            wanted=values,
-            before_random=_seeds(recording, values, request.seed) if by_name else None,
+            recording, request.device, wanted=values, before_random=seeds
         )
 
         def take(value: record.Value, tensor: Tensor) -> None:
@@ -61,8 +63,12 @@ def replay_twin(
                 workspace.adopt(slot, _dressed(slot.tensor, tensor))
 
         replay.run(on_ready=take)
-        replay.finish(keep_generators=None if by_name else True)
+        replay.finish(keep_generators=True if seeds is None else None)
     return twin
+
+
+def _no_seed(node: record.Node) -> None:
+    """Leave the generators as they are, and draw nothing that is not wanted."""
 
 
 def _by_recording(
