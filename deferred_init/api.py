@@ -157,6 +157,9 @@ def materialize(
         verify=verify,
         expected=before,
         device=request.device,
+        dtypes=_castable_to(request),
+        dtype_forced=request.dtype is not None,
+        rebound=_rebound(the_plan, workspace),
     )
     seconds = {
         "plan": planned - started,
@@ -305,6 +308,26 @@ def _policy(the_plan: Plan) -> Eager | ByName:
     return Eager()
 
 
+def _rebound(the_plan: Plan, workspace: ExecutionWorkspace) -> tuple[str, ...]:
+    """Names of the tensors that could not stay the same objects."""
+    return tuple(
+        slot.fqn
+        for slot in the_plan.inventory.slots
+        if id(slot.tensor) in workspace.replaced
+    )
+
+
+def _castable_to(request: Request) -> tuple[torch.dtype, ...]:
+    """The dtypes that the request gives to floating-point tensors."""
+    if request.dtype is not None:
+        return (request.dtype,)
+    if request.recipe is None:
+        return ()
+    policy = request.recipe.dtype
+    chosen = (policy.parameter, policy.norm, policy.buffer)
+    return tuple(dtype for dtype in chosen if dtype is not None)
+
+
 def _report(
     the_plan: Plan,
     execution: Execution,
@@ -320,11 +343,7 @@ def _report(
         rng=the_plan.request.rng,
         notes=(*the_plan.notes, *workspace.notes),
         assumptions=the_plan.assumptions,
-        rebound=tuple(
-            slot.fqn
-            for slot in the_plan.inventory.slots
-            if id(slot.tensor) in workspace.replaced
-        ),
+        rebound=_rebound(the_plan, workspace),
         steps=tuple(
             ReportStep(
                 fqn=step.site.fqn,

@@ -13,13 +13,30 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from deferred_init.audit import deferred  # noqa: F401 - registers its detectors
+from deferred_init.audit import (  # noqa: F401 - they register their detectors
+    carryover,
+    deferred,
+    identity,
+    membership,
+    modules,
+    structure,
+    values,
+)
+from deferred_init.audit.explanations import EXPLANATIONS, Explanation
 from deferred_init.audit.graph import look
 from deferred_init.audit.scene import Scene, detectors, register_detector
 from deferred_init.audit.snapshot import Snapshot, take_snapshot
 from deferred_init.report import Finding
 
-__all__ = ["Scene", "Snapshot", "register_detector", "run_audit", "take_snapshot"]
+__all__ = [
+    "EXPLANATIONS",
+    "Explanation",
+    "Scene",
+    "Snapshot",
+    "register_detector",
+    "run_audit",
+    "take_snapshot",
+]
 
 
 def run_audit(

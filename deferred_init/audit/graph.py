@@ -74,12 +74,14 @@ class ObjectGraph:
         places: All places, duplicates kept.
         modules: All modules, each once; registered ones come before hidden ones.
         model_ids: For each tensor of the models, by `id`, its first place.
+        by_fqn: By name; of several places of one name the first.
     """
 
     def __init__(self) -> None:
         self.places: list[Place] = []
         self.modules: list[ModulePlace] = []
         self.model_ids: dict[int, Place] = {}
+        self.by_fqn: dict[str, Place] = {}
 
     def in_scope(self, scope: str) -> Iterable[Place]:
         """Yield the places of models, optimizers or holders."""
@@ -107,6 +109,8 @@ def look(
     for index, holder in enumerate(holders):
         walk.anything(holder, f"holders[{index}]", "holder")
         walk.attributes()
+    for place in graph.places:
+        graph.by_fqn.setdefault(place.fqn, place)
     return graph
 
 

@@ -129,9 +129,10 @@ def _classify(own: type) -> Kind:
 
 
 def _sequence_iter(value: Any) -> Iterator[object]:
-    for base in (list, tuple):
-        if isinstance(value, base):
-            return iter(list(base.__iter__(value)))
+    if isinstance(value, list):
+        return iter(list(list.__iter__(value)))
+    if isinstance(value, tuple):
+        return iter(list(tuple.__iter__(value)))
     return iter(list(collections.deque.__iter__(value)))
 
 

@@ -147,7 +147,7 @@ def take_snapshot(
 def shares_of(places: Iterable[Place]) -> tuple[Share, ...]:
     """Say where in their storage the tensors of some places begin."""
     return tuple(
-        Share(place, place.tensor.storage_offset() * place.tensor.element_size())
+        Share(place, int(place.tensor.storage_offset()) * place.tensor.element_size())
         for place in places
     )
 

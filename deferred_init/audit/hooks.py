@@ -1,0 +1,73 @@
+"""Asks autograd whether it knows a tensor's hooks.
+
+[Note: Hooks live twice]
+A hook stands in a Python dict on the tensor object and is registered with the C++
+tensor, and a swap of the C++ tensors separates the two: the dict looks right and
+nothing ever runs. Python cannot see the C++ side. So the dict, which the C++ side
+holds by reference, is emptied for a moment, a probe is put into it, and autograd is
+asked for a gradient of zeros: the probe runs if the C++ side has this dict. The user's
+hooks do not run, nor do hooks on graph nodes: `autograd.grad` captures before the
+AccumulateGrad node, and the node is called directly, not by the engine.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["hook_is_registered"]
+
+
+def hook_is_registered(tensor: Tensor, table: str) -> bool:
+    """Tell whether the hooks in one of a tensor's tables run in backward.
+
+    Args:
+        tensor: A tensor with memory and a nonempty table.
+        table: `_backward_hooks` or `_post_accumulate_grad_hooks`.
+
+    Returns:
+        True also where it cannot be asked: tensors that need no gradient, are no
+        leaves, or are of a subclass that keeps its data in its own way.
+    """
+    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    if not (plain and tensor.is_leaf and tensor.requires_grad) or _is_inference(tensor):
+        return True
+    hooks: dict[int, Any] = getattr(tensor, table)
+    saved = dict(hooks)
+    ran: list[None] = []
+    hooks.clear()
+    hooks[0] = lambda _: ran.append(None)
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            if table == "_backward_hooks":
+                _ask_for_gradient(tensor)
+            else:
+                _accumulate_zeros(tensor)
+    finally:
+        hooks.clear()
+        hooks.update(saved)
+    return bool(ran)
+
+
+def _zeros(tensor: Tensor) -> Tensor:
+    zero = torch.zeros((), dtype=tensor.dtype, device=tensor.device)
+    return zero.expand(tensor.size())
+
+
+def _ask_for_gradient(tensor: Tensor) -> None:
+    torch.autograd.grad(tensor.view_as(tensor), tensor, _zeros(tensor))
+
+
+def _accumulate_zeros(tensor: Tensor) -> None:
+    kept, tensor.grad = tensor.grad, None
+    try:
+        node: Any = torch.autograd.graph.get_gradient_edge(tensor).node
+        node(_zeros(tensor))
+    finally:
+        tensor.grad = kept
+
+
+def _is_inference(tensor: Tensor) -> bool:
+    return tensor.is_inference()
