@@ -45,6 +45,7 @@ _ECOSYSTEMS = {
     "torch": (
         "deferred_init.handlers.torch_nn",
         "deferred_init.handlers.torch_nn_containers",
+        "deferred_init.handlers.parametrized",
         "deferred_init.handlers.reset_methods",
         "deferred_init.handlers.plain",
         "deferred_init.handlers.recipe_rules",

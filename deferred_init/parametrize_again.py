@@ -1,0 +1,199 @@
+"""Makes a plain module out of a parametrized one, and parametrizes it again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations as parametrizations_of_torch
+from torch.nn.utils import parametrize
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
+
+from deferred_init.reparametrized import norm_hooks
+
+__all__ = ["NotKnown", "again", "hook_slots", "parametrized_tensors"]
+__all__ += ["plain_stand_in", "restored", "take_missing_buffers"]
+
+_PARAMETRIZATIONS = "parametrizations"
+
+
+class NotKnown(Exception):
+    """How something was made cannot be read off the module; says what."""
+
+
+def parametrized_tensors(module: nn.Module) -> list[str]:
+    """Return the names of the tensors that are computed, in registration order."""
+    if parametrize.is_parametrized(module):
+        return list(module.parametrizations)  # type: ignore[arg-type]
+    return [hook.name for hook in norm_hooks(module)]
+
+
+def hook_slots(module: nn.Module) -> list[str]:
+    """Return the names of the plain attributes that a norm hook computes."""
+    return [hook.name for hook in norm_hooks(module)]
+
+
+def plain_stand_in(module: nn.Module, device: torch.device) -> nn.Module:
+    """Return a module of the original class with its tensors on a device.
+
+    Its contents are undefined; children, and everything that is not a tensor or a
+    table of the module, are shared.
+    """
+    kind = parametrize.type_before_parametrizations(module)
+    plain: nn.Module = kind.__new__(kind)
+    for name, value in vars(module).items():
+        copied = value.copy() if isinstance(value, (dict, set)) else value
+        vars(plain)[name] = copied
+    plain._modules.pop(_PARAMETRIZATIONS, None)
+    tensors = [(name, _weight_of(module, name)) for name in parametrized_tensors(module)]
+    for hook in norm_hooks(module):
+        for suffix in ("_g", "_v", "_u", "_orig"):
+            plain._parameters.pop(hook.name + suffix, None)
+            plain._buffers.pop(hook.name + suffix, None)
+        vars(plain).pop(hook.name, None)
+    plain._forward_pre_hooks.clear()
+    own = [(k, v) for k, v in plain._parameters.items() if v is not None]
+    for name, like in [*tensors, *own]:
+        if isinstance(like, nn.Parameter):
+            data = _empty(like, device)
+            made = nn.Parameter(data, requires_grad=like.requires_grad)
+            plain._parameters[name] = made
+        else:
+            plain._buffers[name] = _empty(like, device)
+    for name, buffer in list(plain._buffers.items()):
+        if buffer is not None and buffer.device != device:
+            plain._buffers[name] = _empty(buffer, device)
+    _reorder(plain, [name for name, _ in tensors])
+    return plain
+
+
+def again(module: nn.Module, plain: nn.Module, *, check_only: bool = False) -> None:
+    """Register on `plain` what is registered on `module`.
+
+    Args:
+        module: The parametrized module.
+        plain: Its stand-in, initialized.
+        check_only: Only see that all of it is known.
+
+    Raises:
+        NotKnown: If a parametrization holds tensors and is not one of torch's.
+    """
+    if parametrize.is_parametrized(module):
+        for name, listed in module.parametrizations.items():  # type: ignore[operator]
+            for one in listed:
+                _register(one, listed.unsafe, plain, name, check_only)
+    if check_only:
+        return
+    for hook in norm_hooks(module):
+        if isinstance(hook, SpectralNorm):
+            SpectralNorm.apply(
+                plain, hook.name, hook.n_power_iterations, hook.dim, hook.eps
+            )
+        else:
+            _apply_weight_norm(plain, hook)
+
+
+def take_missing_buffers(module: nn.Module, plain: nn.Module) -> None:
+    """Take over buffers that registration on meta could not make at all.
+
+    `orthogonal` on meta leaves `base` as None: its `right_inverse` has no kernel there,
+    and `ParametrizationList` goes on without it.
+    """
+    if not parametrize.is_parametrized(module):
+        return
+    for name, listed in module.parametrizations.items():  # type: ignore[operator]
+        made = plain.parametrizations[name]  # type: ignore[index]
+        for one, other in zip(listed, made, strict=True):
+            for key, buffer in other._buffers.items():
+                if buffer is not None and one._buffers.get(key, buffer) is None:
+                    one._buffers[key] = buffer
+
+
+def restored(module: nn.Module, name: str) -> Tensor:
+    """Compute the plain attribute that a norm hook left at registration."""
+    hook = next(hook for hook in norm_hooks(module) if hook.name == name)
+    if isinstance(hook, SpectralNorm):
+        original = getattr(module, f"{name}_orig")
+        assert isinstance(original, Tensor)
+        return original.data
+    with torch.enable_grad():
+        computed = hook.compute_weight(module)
+    assert isinstance(computed, Tensor)
+    return computed
+
+
+def _register(
+    one: nn.Module, unsafe: bool, plain: nn.Module, name: str, check_only: bool
+) -> None:
+    torchs = parametrizations_of_torch
+    call: Any
+    if isinstance(one, torchs._WeightNorm):
+        call = lambda: torchs.weight_norm(plain, name, one.dim)  # noqa: E731
+    elif isinstance(one, torchs._Orthogonal):
+        call = lambda: torchs.orthogonal(  # noqa: E731
+            plain,
+            name,
+            one.orthogonal_map.name,
+            use_trivialization=hasattr(one, "base"),
+        )
+    elif isinstance(one, torchs._SpectralNorm):
+        times = getattr(one, "n_power_iterations", 1)
+        call = lambda: torchs.spectral_norm(  # noqa: E731
+            plain, name, times, one.eps, one.dim
+        )
+    elif next(iter([*one.parameters(), *one.buffers()]), None) is not None:
+        raise NotKnown(
+            f"the parametrization `{type(one).__name__}` of `{name}` holds tensors "
+            "of its own"
+        )
+    else:
+        call = lambda: parametrize.register_parametrization(  # noqa: E731
+            plain, name, one, unsafe=unsafe
+        )
+    if not check_only:
+        call()
+
+
+def _apply_weight_norm(plain: nn.Module, hook: WeightNorm) -> None:
+    """Do what `torch.nn.utils.weight_norm` does, which warns that it is deprecated."""
+    weight = plain._parameters.pop(hook.name)
+    assert weight is not None
+    norm = torch.norm_except_dim(weight, 2, hook.dim)
+    plain.register_parameter(f"{hook.name}_g", nn.Parameter(norm.data))
+    plain.register_parameter(f"{hook.name}_v", nn.Parameter(weight.data))
+
+
+def _weight_of(module: nn.Module, name: str) -> Tensor:
+    """Return a tensor with the geometry of the one that was parametrized."""
+    if parametrize.is_parametrized(module):
+        listed = module.parametrizations[name]  # type: ignore[index]
+        if listed.is_tensor:
+            return listed.original  # type: ignore[no-any-return]
+        if isinstance(listed[0], parametrizations_of_torch._WeightNorm):
+            return listed.original1  # type: ignore[no-any-return]
+        raise NotKnown(
+            f"the parametrization `{type(listed[0]).__name__}` makes several tensors "
+            f"of `{name}`"
+        )
+    found = getattr(module, f"{name}_orig", None)
+    if found is None:
+        found = getattr(module, f"{name}_v")
+    assert isinstance(found, Tensor)
+    return found
+
+
+def _empty(like: Tensor, device: torch.device) -> Tensor:
+    return torch.empty_strided(
+        like.size(), like.stride(), dtype=like.dtype, device=device
+    )
+
+
+def _reorder(plain: nn.Module, first: list[str]) -> None:
+    """Put the restored parameters first, as a weight stands before its bias."""
+    table = plain._parameters
+    names = [n for n in first if n in table] + [n for n in table if n not in first]
+    items = [(name, table[name]) for name in names]
+    table.clear()
+    table.update(items)
