@@ -126,12 +126,15 @@ def _rebind_optimizer(
     changed = []
     for number, group in enumerate(optimizer.param_groups):
         params = group["params"]
-        for position, param in enumerate(params):
+        for position, param in reversed(list(enumerate(params))):
             if id(param) not in replaced:
                 continue
             new = replaced[id(param)][1]
-            on_undo(_restorer(params, position, param))
+            on_undo(_list_restorer(params))
+            # Several may have become one, which must not be stepped twice.
             params[position] = new
+            if _is_elsewhere(new, optimizer, params, position):
+                del params[position]
             if param in optimizer.state:
                 state = optimizer.state.pop(param)
                 optimizer.state[new] = state
@@ -199,6 +202,15 @@ def _params(optimizer: Optimizer) -> Iterable[Tensor]:
         yield from group["params"]
 
 
+def _is_elsewhere(new: Tensor, optimizer: Optimizer, params: Any, position: int) -> bool:
+    """Whether an optimizer holds a tensor at another place than this one."""
+    return any(
+        param is new and not (group["params"] is params and index == position)
+        for group in optimizer.param_groups
+        for index, param in enumerate(group["params"])
+    )
+
+
 def _is_constructor_state(optimizer: Optimizer, key: str) -> bool:
     return isinstance(optimizer, torch.optim.Adagrad) and key in ("sum", "step")
 
@@ -213,6 +225,15 @@ def _constructor_state(group: dict[str, Any], param: Tensor, key: str) -> Tensor
 
 def _restorer(table: Any, key: Any, value: Any) -> Callable[[], None]:
     return lambda: table.__setitem__(key, value)
+
+
+def _list_restorer(params: list[Tensor]) -> Callable[[], None]:
+    saved = list(params)
+
+    def restore() -> None:
+        params[:] = saved
+
+    return restore
 
 
 def _state_restorer(

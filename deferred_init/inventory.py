@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from deferred_init.aliases import group_by_storage
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 
-__all__ = ["take_inventory"]
+__all__ = ["look_into", "take_inventory"]
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
 _ATOM_TYPES = frozenset(
@@ -28,6 +28,13 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 8
 # What FSDP2 keeps of its own; brought up to date by its refresher.
 _WRAPPER_STATE = "__composable_api_state_key"
+# Classes whose instances can be called and hold tensors all the same.
+_CALLABLE_HOLDERS: set[tuple[str, str]] = set()
+
+
+def look_into(module_name: str, class_name: str) -> None:
+    """Look for tensors in instances of a class although they can be called."""
+    _CALLABLE_HOLDERS.add((module_name, class_name))
 
 
 def take_inventory(models: Sequence[nn.Module]) -> Inventory:
@@ -211,7 +218,10 @@ def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
     if isinstance(value, (set, frozenset)):
         frozen = tuple(value)
         return frozen, [(i, "{...}", v) for i, v in enumerate(frozen)]
-    if isinstance(value, _ATOMS) or callable(value):
+    if isinstance(value, _ATOMS):
+        return None
+    own = type(value)
+    if callable(value) and (own.__module__, own.__name__) not in _CALLABLE_HOLDERS:
         return None
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):

@@ -93,6 +93,17 @@ class ExecutionWorkspace:
         tensor.requires_grad_(target.requires_grad) if tensor.is_leaf else None
         self._install(target, tensor)
 
+    def rebind(self, slots: Sequence[Slot], tensor: Tensor) -> None:
+        """Let whoever holds the tensors of the slots hold another one instead."""
+        for slot in slots:
+            old = self.current(slot.tensor)
+            for place in self._inventory.slots_of(slot.tensor):
+                if place.read() is old:
+                    place.write(tensor)
+                    self.undo.push(partial(place.write, old))
+            self.replaced[id(slot.tensor)] = (slot.tensor, tensor)
+            self._made.update((id(slot.tensor), id(tensor)))
+
     @contextmanager
     def filling(self, step: Step) -> Iterator[None]:
         """Let the body fill the step's tensors in place; see the protocol."""

@@ -144,6 +144,14 @@ class Workspace(Protocol):
         """Give the tensor object of a slot the contents of a newly made one."""
         ...
 
+    def rebind(self, slots: Sequence[Slot], tensor: Tensor) -> None:
+        """Let whoever holds the tensors of the slots hold another one instead.
+
+        For tensors that cannot keep their identity, such as several that become
+        one. Optimizers and holders follow; the report names them.
+        """
+        ...
+
     def watch(self, module: nn.Module) -> None:
         """Remember a module's attributes now, to be put back on failure.
 

@@ -58,6 +58,7 @@ _ECOSYSTEMS = {
     "transformer_engine.pytorch": (
         "deferred_init.handlers.te_modules",
         "deferred_init.handlers.te_ops",
+        "deferred_init.handlers.quantized",
     ),
     "torch.distributed.tensor": ("deferred_init.handlers.dtensor",),
     "deferred_init.record": ("deferred_init.handlers.recorded",),

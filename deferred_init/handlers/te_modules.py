@@ -1,0 +1,300 @@
+"""Initializers for Transformer Engine modules.
+
+[Note: What TE's `reset_parameters` gets wrong]
+It draws for all parameters of the module, also real ones, and replaces every
+Parameter object, which loses `requires_grad`, attributes and hooks. So it runs on
+loans: real parameters are replaced while it runs, and what it made is adopted by the
+objects that everybody holds. It allocates on the current CUDA device, which
+`execute.py` sets. Releases up to 2.9 forget each parameter's init function when it is
+registered again; the record is put back. Parameters that are quantized stay without
+memory until it comes to them, so that only one at a time exists in high precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_engine.pytorch.attention.dot_product_attention import (
+    DotProductAttention,
+)
+from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.registry import add_initializer
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.te.constructed import rotary_dim
+from deferred_init.te.grouped import (
+    adopt_or_merge,
+    is_grouped,
+    lend_scratch,
+    split_early_bias,
+)
+from deferred_init.te.quantization import (
+    Choice,
+    choose,
+    is_quantized,
+    own_recipe_of_module,
+    problems_with,
+    set_up_module,
+)
+
+__all__ = ["RotaryInit", "SoftmaxOffsetInit", "TEModuleInit", "adopt_made"]
+
+_TP_ATTRIBUTES = (
+    "tensor_model_parallel",
+    "partition_dim",
+    "partition_stride",
+    "sequence_parallel",
+)
+
+
+class TEModuleInit:
+    """Runs `reset_parameters` of a TE module, for its deferred parameters only."""
+
+    name = "te.modules"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim parameters, empty placeholders, and recipe state without memory."""
+        module: Any = site.module
+        made = tuple(slot for slot in pending if _is_mine(slot))
+        choice = _choice(site, request)
+        weights = [s.tensor for s in made if _is_weight(s)] if choice.quantized else []
+        label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"
+        scratch = (weight.numel() * weight.element_size() for weight in weights)
+        return Claim(
+            slots=made,
+            source=f"{type(module).__name__}.reset_parameters",
+            problems=(
+                *problems_with(choice, label, request, weights),
+                *_split_problem(module, choice, label),
+                *_grouped_problem(site, pending, label),
+            ),
+            scratch_bytes=max(scratch, default=0),
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Run the module's own method on loans, then adopt what it made."""
+        module: Any = step.site.module
+        choice = _choice(step.site, workspace.request)
+        claim = step.claim
+        stale = any(_is_state(slot) for slot in claim.slots)
+        set_up_module(module, choice, stale=stale)
+        if is_grouped(module):
+            with choice.grad_mode():
+                _run_grouped(step, workspace, quantized=choice.quantized)
+            return
+        late = [s for s in claim.slots if choice.quantized and _is_weight(s)]
+        early = [s for s in claim.slots if s not in late and not _is_state(s)]
+        loaded = [
+            slot
+            for slot in step.site.slots
+            if slot.kind is SlotKind.PARAMETER
+            and slot not in claim.slots
+            and (is_quantized(slot.tensor) or (choice.quantized and _is_weight(slot)))
+        ]
+        # As rewrites they get no memory from `filling`.
+        inner = replace(claim, slots=tuple(early), rewrites=(*late, *loaded))
+        with (
+            choice.grad_mode(),
+            _kept_init_functions(module),
+            workspace.filling(replace(step, claim=inner)),
+            _set_aside(loaded),
+        ):
+            module.reset_parameters()
+            for slot in early:
+                _prefer_carried(slot, slot.read())
+            for slot in late:
+                adopt_made(slot, workspace)
+
+
+class SoftmaxOffsetInit:
+    """Zeroes `softmax_offset`, as the constructor of attention does.
+
+    TE's `reset_parameters` would fill it from a normal distribution.
+    """
+
+    name = "te.modules"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim the offset, learnable or not."""
+        made = tuple(slot for slot in pending if slot.name == "softmax_offset")
+        return Claim(slots=made, source="zeros") if made else None
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Fill with zeros; draws nothing."""
+        with workspace.filling(step), torch.no_grad():
+            for slot in step.claim.slots:
+                slot.read().zero_()
+
+
+class RotaryInit:
+    """Computes `inv_freq` again, on the device, by the constructor's formula."""
+
+    name = "te.modules"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim the buffer."""
+        made = tuple(slot for slot in pending if slot.name == "inv_freq")
+        if not made:
+            return None
+        known = rotary_dim(site.module) is not None
+        guess = f"`{made[0].fqn}` is for an even number of dimensions"
+        return Claim(
+            slots=made, source="inv_freq", assumptions=() if known else (guess,)
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Compute the frequencies."""
+        module: Any = step.site.module
+        with workspace.filling(step), torch.no_grad():
+            buffer = module.inv_freq
+            dim = rotary_dim(module) or 2 * buffer.numel()
+            exponents = torch.arange(
+                0, dim, 2, dtype=torch.float32, device=buffer.device
+            )
+            buffer.copy_(1.0 / (module.rotary_base ** (exponents / dim)))
+
+
+def adopt_made(slot: Slot, workspace: Workspace) -> None:
+    """Adopt what TE put into a slot; methods bound to it move along.
+
+    Raises:
+        RuntimeError: TE left the slot without memory.
+    """
+    found = slot.read()
+    if found is None or found.is_meta:
+        raise RuntimeError(f"TE's own code left `{slot.name}` without memory")
+    _prefer_carried(slot, found)
+    workspace.adopt(slot, found)
+    home = slot.tensor
+    for name, value in list(home.__dict__.items()):
+        if isinstance(value, MethodType) and value.__self__ is found:
+            home.__dict__[name] = MethodType(value.__func__, home)
+    if not home.is_meta:  # else it could not be kept, and the workspace replaced it
+        slot.write(home)
+
+
+def _run_grouped(step: Step, workspace: Workspace, *, quantized: bool) -> None:
+    """Run a layer that joins its parameters; see the note in `te/grouped.py`."""
+    module: Any = step.site.module
+    slots = [s for s in step.claim.slots if s.kind is SlotKind.PARAMETER]
+    workspace.allocate([s for s in step.claim.slots if s.tensor.numel() == 0])
+    split_early_bias(module)
+    if not quantized:
+        lend_scratch(module, workspace.request.device)
+    with _kept_init_functions(module):
+        module.reset_parameters()
+    adopt_or_merge(module, slots, workspace)
+
+
+def _choice(site: ModuleSite, request: Request) -> Choice:
+    module: Any = site.module
+    return choose(
+        site.fqn,
+        request,
+        built=bool(module.primary_weights_in_fp8),
+        own_recipe=own_recipe_of_module(module),
+        keeps=bool(getattr(module, "preserve_high_precision_init_val", False)),
+    )
+
+
+def _is_mine(slot: Slot) -> bool:
+    if slot.kind is SlotKind.PARAMETER:
+        return True
+    return slot.kind is SlotKind.ATTRIBUTE and (
+        slot.tensor.numel() == 0 or _is_state(slot)
+    )
+
+
+def _is_state(slot: Slot) -> bool:
+    return slot.kind is SlotKind.ATTRIBUTE and slot.name.startswith("fp8_meta[")
+
+
+def _is_weight(slot: Slot) -> bool:
+    """Whether a slot is a parameter that TE quantizes."""
+    owner: Any = slot.owner
+    meta = owner.param_init_meta.get(slot.name)
+    return (
+        slot.kind is SlotKind.PARAMETER
+        and meta is not None
+        and meta.fp8_meta_index is not None
+    )
+
+
+def _split_problem(module: Any, choice: Choice, label: str) -> tuple[str, ...]:
+    if not choice.quantized or len(getattr(module, "weight_names", ())) < 2:
+        return ()
+    return (
+        f"{label} splits its weight into {len(module.weight_names)} parameters, which "
+        "Transformer Engine cannot store quantized: build it with fused parameters "
+        "(`fuse_qkv_params=True`), or name it in `high_precision_modules`",
+    )
+
+
+def _grouped_problem(
+    site: ModuleSite, pending: tuple[Slot, ...], label: str
+) -> tuple[str, ...]:
+    real = [
+        slot.name
+        for slot in site.slots
+        if slot.kind is SlotKind.PARAMETER and slot not in pending
+    ]
+    if not (real and is_grouped(site.module)):
+        return ()
+    return (
+        f"{label} joins its parameters into one, but {len(real)} of them ({real[0]}, "
+        "...) have values already: load all of them, or none",
+    )
+
+
+def _prefer_carried(slot: Slot, made: Tensor | None) -> None:
+    """Let attributes set by the user since construction win over TE's defaults."""
+    if made is None or made is slot.tensor:
+        return
+    for name in _TP_ATTRIBUTES:
+        if name in slot.tensor.__dict__:
+            made.__dict__.pop(name, None)
+
+
+@contextmanager
+def _kept_init_functions(module: Any) -> Iterator[None]:
+    saved = dict(module.param_init_meta)
+    try:
+        yield
+    finally:
+        module.param_init_meta.update(saved)
+
+
+@contextmanager
+def _set_aside(loaded: list[Slot]) -> Iterator[None]:
+    """Lend TE parameters without memory in place of real quantized ones."""
+    kept = [(slot, slot.read()) for slot in loaded]
+    for slot, original in kept:
+        shape, dtype = original.shape, original.dtype
+        slot.write(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
+    try:
+        yield
+    finally:
+        for slot, original in kept:
+            slot.write(original)
+
+
+add_initializer(TEModuleInit(), TransformerEngineBaseModule)
+add_initializer(SoftmaxOffsetInit(), DotProductAttention)
+add_initializer(RotaryInit(), RotaryPositionEmbedding)

@@ -1,0 +1,307 @@
+"""Initializers for the operations of `te.ops`.
+
+A basic op makes its own parameters in a hook that the fuser calls in the first
+forward, after it has cached the old ones. Here the hook runs before any fuser, with
+the recipe's quantizers in place, and what it makes is adopted by the old objects.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_engine.pytorch.ops import FusedOperation
+from transformer_engine.pytorch.ops.op import BasicOperation
+
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.registry import add_initializer, add_refresher
+from deferred_init.inventory import look_into
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.te.fusers import FuserRefresher, find_fusers, stale_parameters
+from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
+from deferred_init.te.quantization import (
+    Choice,
+    choose,
+    own_recipe_of_op,
+    problems_with,
+    set_up_op,
+)
+
+__all__ = ["BasicOpInit", "FusedOpAliases", "StaleFuserParameters"]
+
+_HOOK = "pre_first_fuser_forward"
+
+
+class BasicOpInit:
+    """Runs a basic op's own hook, outside of the fuser."""
+
+    name = "te.ops"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim the op's parameters and buffers, and recipe state without memory."""
+        op: Any = site.module
+        method = _method(op, request.device)
+        if method is None:
+            return None
+        made = tuple(s for s in pending if s.owner is op and _is_mine(s))
+        choice = _choice(site, request)
+        weights = [s.tensor for s in made if choice.quantized and _is_weight(s)]
+        sizes = [weight.numel() * weight.element_size() for weight in weights]
+        label = f"`{site.fqn or type(op).__name__}` ({type(op).__name__})"
+        return Claim(
+            slots=made,
+            source=f"{type(op).__name__}.{method}",
+            problems=problems_with(choice, label, request, weights),
+            # A grouped op makes all experts in one block.
+            scratch_bytes=sum(sizes),
+        )
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Set up the recipe state, then run the hook or the reset method."""
+        op: Any = step.site.module
+        device = workspace.request.device
+        choice = _choice(step.site, workspace.request)
+        stale = any(_is_state(slot) for slot in step.claim.slots)
+        set_up_op(op, choice, stale=stale)
+        if isinstance(vars(op).get("device"), torch.device):
+            # Bias remembers the current device of the time of its construction.
+            vars(op)["device"] = device
+        with choice.grad_mode():
+            if is_grouped(op) and device.type != "cuda":
+                lend_scratch(op, device)
+                op.reset_parameters()
+                adopt_or_merge(op, _parameters(step), workspace)
+            elif _method(op, device) == "reset_parameters":
+                with workspace.filling(step):
+                    op.reset_parameters()
+            else:
+                _run_hook(step, workspace)
+        if choice.keep_high_precision and choice.quantized:
+            workspace.note(
+                f"`{step.site.fqn}`: Transformer Engine's ops do not keep the values "
+                "from before quantization"
+            )
+
+
+class FusedOpAliases:
+    """Points the parameters that a fused op registers too at those of its basic ops.
+
+    `ops.Linear` registers its basic ops' `weight` and `bias` as its own. Whatever
+    replaces objects (`to_empty`, a first step that failed) leaves them apart.
+    """
+
+    name = "te.ops aliases"
+    composite = True
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim aliases without memory, and basic parameters whose alias has it."""
+        slots: list[Slot] = []
+        rewrites: list[Slot] = []
+        for alias, own in _aliases(site):
+            if alias.tensor is own.tensor or not (alias.deferred or own.deferred):
+                continue
+            if alias in pending:
+                slots.append(alias)
+            if own.deferred:
+                rewrites.append(own)
+        if not (slots or rewrites):
+            return None
+        return Claim(slots=tuple(slots), rewrites=tuple(rewrites), source="alias")
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Make the two the same object again."""
+        claim = step.claim
+        for alias, own in _aliases(step.site):
+            if alias.tensor is own.tensor:
+                continue
+            if alias in claim.slots and own in claim.rewrites:
+                workspace.rebind((alias,), own.read())
+            elif alias in claim.slots:
+                _take_back(alias, own.read(), [own], workspace)
+            elif own in claim.rewrites:
+                workspace.rebind((own,), alias.read())
+
+
+class StaleFuserParameters:
+    """Gives the parameters that a failed first step left in a fuser their contents.
+
+    The hook ran inside the first forward: the op has a new Parameter with memory,
+    while the fuser, and every optimizer built before, hold the old one without. The
+    old object takes over the contents and goes back into the op.
+    """
+
+    name = "te.ops fuser"
+    composite = False
+
+    def claim(
+        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
+    ) -> Claim | None:
+        """Claim stale parameters found in a fuser that the module holds."""
+        if not any("_basic_op_params" in slot.name for slot in pending):
+            return None
+        known = {id(tensor) for tensor, _ in _stale(site.module)}
+        made = tuple(slot for slot in pending if id(slot.tensor) in known)
+        return Claim(slots=made, source="contents of the op") if made else None
+
+    def run(self, step: Step, workspace: Workspace) -> None:
+        """Exchange contents, and put the old objects back into their ops."""
+        actual = {id(tensor): (tensor, op) for tensor, op in _stale(step.site.module)}
+        for slot in step.claim.slots:
+            _, (op, name) = actual[id(slot.tensor)]
+            made = op._parameters[name]
+            workspace.adopt(slot, made)
+            if not slot.tensor.is_meta:
+                op._parameters[name] = slot.tensor
+
+
+def _stale(module: nn.Module) -> list[tuple[Tensor, tuple[Any, str]]]:
+    """Pair each stale cached tensor with the op, and the name, that it stood for."""
+    found = []
+    for fuser in find_fusers([module]):
+        for index, position, cached, now in stale_parameters(fuser):
+            op = fuser._basic_ops[index]
+            if now is None or now.is_meta or not cached.is_meta:
+                continue
+            names = [name for name, param in op.named_parameters()]
+            if names[position] in op._parameters:
+                found.append((cached, (op, names[position])))
+    return found
+
+
+def _run_hook(step: Step, workspace: Workspace) -> None:
+    """Let the hook make everything, adopt what was claimed, put the rest back."""
+    op: Any = step.site.module
+    slots = _parameters(step)
+    kept = [
+        (slot, slot.read())
+        for slot in step.site.slots
+        if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER) and slot not in slots
+    ]
+    for slot, original in kept:
+        blank = torch.empty(original.shape, dtype=original.dtype, device="meta")
+        is_param = slot.kind is SlotKind.PARAMETER
+        slot.write(nn.Parameter(blank) if is_param else blank)
+    try:
+        getattr(op, _HOOK)()
+        _check_device(slots, workspace.request.device)
+        _adopt(op, slots, workspace)
+    finally:
+        for slot, original in kept:
+            slot.write(original)
+
+
+def _adopt(op: Any, slots: list[Slot], workspace: Workspace) -> None:
+    """Adopt what a hook made."""
+    if is_grouped(op):
+        adopt_or_merge(op, slots, workspace)
+        return
+    for slot in slots:
+        made = slot.read()
+        if made is None or made.is_meta:
+            raise RuntimeError(
+                f"the hook of {type(op).__name__} left `{slot.name}` without memory"
+            )
+        workspace.adopt(slot, made)
+        if not slot.tensor.is_meta:
+            slot.write(slot.tensor)
+
+
+def _check_device(slots: list[Slot], device: torch.device) -> None:
+    for slot in slots:
+        made = slot.read()
+        if made is not None and not made.is_meta and made.device != device:
+            raise RuntimeError(
+                f"the hook of {type(slot.owner).__name__} made `{slot.name}` on "
+                f"{made.device}, expected {device}: make it use the default device"
+            )
+
+
+def _take_back(
+    old: Slot, made: Tensor, places: list[Slot], workspace: Workspace
+) -> None:
+    """Give an old object the contents of a newer one, and the newer one's places."""
+    workspace.adopt(old, made)
+    if not old.tensor.is_meta:
+        for place in places:
+            place.write(old.tensor)
+
+
+def _method(op: Any, device: torch.device) -> str | None:
+    """Name the method that makes an op's parameters on a device."""
+    hook = getattr(type(op), _HOOK, None)
+    has_hook = hook is not None and hook is not getattr(BasicOperation, _HOOK, None)
+    has_reset = hasattr(op, "reset_parameters")
+    if has_hook and (device.type == "cuda" or not has_reset):
+        return _HOOK
+    return "reset_parameters" if has_reset else None
+
+
+def _choice(site: ModuleSite, request: Request) -> Choice:
+    op: Any = site.module
+    flag = getattr(op, "_with_quantized_weight", None)
+    if flag is None:  # an op without weights that could be quantized
+        return Choice(
+            quantized=False,
+            built_quantized=False,
+            te_recipe=None,
+            own=True,
+            keep_high_precision=False,
+            inference=False,
+        )
+    own = own_recipe_of_op(op)
+    return choose(site.fqn, request, built=bool(flag), own_recipe=own)
+
+
+def _parameters(step: Step) -> list[Slot]:
+    kinds = (SlotKind.PARAMETER, SlotKind.BUFFER)
+    return [slot for slot in step.claim.slots if slot.kind in kinds]
+
+
+def _is_mine(slot: Slot) -> bool:
+    return slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER) or _is_state(slot)
+
+
+def _is_state(slot: Slot) -> bool:
+    return slot.kind is SlotKind.ATTRIBUTE and slot.name.startswith("_fp8_metas[")
+
+
+def _is_weight(slot: Slot) -> bool:
+    return slot.kind is SlotKind.PARAMETER and slot.name.startswith("weight")
+
+
+def _aliases(site: ModuleSite) -> list[tuple[Slot, Slot]]:
+    """Pair a fused op's own parameters with those of the same name of its ops."""
+    own = [slot for slot in site.slots if slot.kind is SlotKind.PARAMETER]
+    if not own:
+        return []
+    ops = {id(op) for op in getattr(site.module, "basic_ops", ())}
+    below = [
+        slot
+        for inner in site.post_order()
+        if id(inner.module) in ops
+        for slot in inner.slots
+        if slot.kind is SlotKind.PARAMETER
+    ]
+    pairs = []
+    for alias in own:
+        same = [
+            slot
+            for slot in below
+            if slot.name == alias.name and slot.tensor.shape == alias.tensor.shape
+        ]
+        if len(same) == 1:
+            pairs.append((alias, same[0]))
+    return pairs
+
+
+look_into("transformer_engine.pytorch.ops.fuser", "OperationFuser")
+add_initializer(BasicOpInit(), BasicOperation)
+add_initializer(FusedOpAliases(), FusedOperation)
+add_initializer(StaleFuserParameters(), first=True)
+add_refresher(FuserRefresher())

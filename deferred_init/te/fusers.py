@@ -1,0 +1,144 @@
+"""Finds operation fusers, and brings up to date what they and others cache.
+
+[Note: What a fuser caches]
+`OperationFuser` keeps the Parameter objects of its ops in three lists, and a choice
+of fused kernels that depends on the types of the parameters. As objects keep their
+identity, the lists stay right by themselves; the counts and the choice do not where
+weights became quantized or joined. A `Sequential` drops its fusers and builds new ones
+in its first forward, which under FSDP2 has to see unsharded parameters; a fuser that
+somebody else may hold is also put right in place.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_engine.pytorch.ops import Sequential as TESequential
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+
+from deferred_init.handlers.protocol import Workspace
+from deferred_init.slots import Inventory
+
+__all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameters"]
+
+_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype)
+_ATOMS += (torch.device, torch.Size, torch.Generator, types.ModuleType)
+_SKIPPED = frozenset(vars(nn.Module())) - {"_modules"}
+_MAX_DEPTH = 16
+
+
+class FuserRefresher:
+    """Refreshes fusers, `_module_groups` and FP8 weight workspaces."""
+
+    def refresh(
+        self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
+    ) -> None:
+        """Do it once, after all steps."""
+        modules = [site.module for site in inventory.sites()]
+        if not any(type(m).__module__.startswith("transformer_engine") for m in modules):
+            modules = []
+        count = 0
+        for fuser in find_fusers([*modules, *holders]):
+            saved = dict(vars(fuser))
+            workspace.on_undo(functools.partial(_restore, fuser, saved))
+            refresh_fuser(fuser)
+            count += 1
+        for module in modules:
+            attributes = vars(module)
+            if isinstance(module, TESequential):
+                attributes["_module_groups"] = None
+            if attributes.get("_fp8_workspaces"):
+                attributes["_fp8_workspaces"] = {}
+            attributes.pop("_is_fsdp2", None)
+        if count:
+            workspace.note(f"refreshed {count} operation fuser(s)")
+
+
+def find_fusers(roots: Iterable[Any]) -> Iterator[OperationFuser]:
+    """Yield every fuser reachable from modules and holders, each once.
+
+    Looks into attributes, lists, dicts, sets, closures, partials and bound methods.
+    """
+    seen: set[int] = set()
+    stack: list[tuple[Any, int]] = [(root, 0) for root in roots]
+    while stack:
+        value, depth = stack.pop()
+        if id(value) in seen or isinstance(value, (Tensor, *_ATOMS)):
+            continue
+        seen.add(id(value))
+        if isinstance(value, OperationFuser):
+            yield value
+            continue
+        if depth < _MAX_DEPTH:
+            stack.extend((part, depth + 1) for part in _parts(value))
+
+
+def _parts(value: Any) -> Iterator[Any]:
+    if isinstance(value, nn.Module):
+        for name, part in vars(value).items():
+            if name not in _SKIPPED:
+                yield part
+    elif isinstance(value, Mapping):
+        yield from list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        yield from list(value)
+    elif isinstance(value, types.FunctionType):
+        for cell in value.__closure__ or ():
+            try:
+                yield cell.cell_contents
+            except ValueError:  # an empty cell
+                continue
+        yield value.__defaults__
+        yield value.__kwdefaults__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif not type(value).__module__.startswith("torch."):
+        yield from list(getattr(value, "__dict__", {}).values())
+
+
+def parameters_by_op(fuser: Any) -> list[list[nn.Parameter]]:
+    """Return the parameters that a fuser's ops have now."""
+    return [list(op.parameters()) for op in fuser._basic_ops]
+
+
+def stale_parameters(fuser: Any) -> Iterator[tuple[int, int, Tensor, Tensor | None]]:
+    """Yield (op, position, cached, actual) where a fuser's list is out of date."""
+    cached_lists = vars(fuser).get("_basic_op_params", [])
+    for index, (cached, actual) in enumerate(
+        zip(cached_lists, parameters_by_op(fuser), strict=False)
+    ):
+        for position, tensor in enumerate(cached):
+            now = actual[position] if len(actual) == len(cached) else None
+            if now is not tensor:
+                yield index, position, tensor, now
+
+
+def refresh_fuser(fuser: Any) -> None:
+    """Rebuild a fuser's lists, and make it choose its kernels again."""
+    attributes = vars(fuser)
+    by_op = parameters_by_op(fuser)
+    fresh = {
+        "_basic_op_params": by_op,
+        "_basic_op_num_params": [len(params) for params in by_op],
+        "_flat_basic_op_params": [param for params in by_op for param in params],
+        "_fused_ops_cache": {},
+        "recipe_type": None,
+        "backward_override": None,
+        "first_op_requiring_backward": 0,
+        "_last_amax_history_len": 0,
+        # A fuser that counts registrations compares with this.
+        "_param_version": -1,
+    }
+    attributes.update((k, v) for k, v in fresh.items() if k in attributes)
+
+
+def _restore(fuser: Any, saved: dict[str, Any]) -> None:
+    vars(fuser).clear()
+    vars(fuser).update(saved)

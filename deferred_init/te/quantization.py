@@ -1,0 +1,195 @@
+"""Whether, and by which recipe, a module's weights are stored quantized."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deferred_init.handlers.protocol import Request
+from deferred_init.te.probe import quantized_init
+from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
+
+__all__ = ["Choice", "choose", "is_quantized", "problems_with", "set_up_module"]
+__all__ += ["num_gemms", "own_recipe_of_module", "own_recipe_of_op", "set_up_op"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choice:
+    """What becomes of the weights of one module.
+
+    Attributes:
+        quantized: Whether they are stored quantized.
+        built_quantized: Whether the module was built that way.
+        te_recipe: TE's recipe object for them, or None.
+        own: Whether the recipe is the one that the module was built with.
+        keep_high_precision: Keep the values from before quantization on the host.
+        inference: Row-wise data only.
+    """
+
+    quantized: bool
+    built_quantized: bool
+    te_recipe: Any
+    own: bool
+    keep_high_precision: bool
+    inference: bool
+
+    def grad_mode(self) -> AbstractContextManager[None]:
+        """The grad mode to run TE's own code in.
+
+        TE makes the column-wise copy, which the backward pass reads, only while grad
+        mode is on. Its high-precision code writes into leaves, which needs it off.
+        """
+        on = self.quantized and not self.inference
+        mode: AbstractContextManager[None] = torch.set_grad_enabled(on)  # type: ignore[assignment]
+        return mode
+
+
+def choose(
+    fqn: str, request: Request, *, built: bool, own_recipe: Any, keeps: bool = False
+) -> Choice:
+    """Decide for one module.
+
+    Args:
+        fqn: Its qualified name, for the recipe's exclusions; the names of the modules
+            around it count as well.
+        request: What the caller asked for.
+        built: Whether it was built inside `quantized_model_init`.
+        own_recipe: The TE recipe that it was built with, or None.
+        keeps: Whether it was built to keep high-precision initial values.
+    """
+    recipe = request.recipe
+    asked = recipe is not None and recipe.te_recipe is not None
+    quantized = built or (recipe is not None and recipe.quantize_weights)
+    if recipe is not None and quantized and _excluded(fqn, recipe):
+        quantized = False
+    return Choice(
+        quantized=quantized,
+        built_quantized=built,
+        te_recipe=recipe.make_te_recipe() if asked and quantized else own_recipe,
+        own=not asked,
+        keep_high_precision=keeps
+        or (recipe is not None and recipe.keep_high_precision_init),
+        inference=recipe is not None and recipe.inference,
+    )
+
+
+def _excluded(fqn: str, recipe: Any) -> bool:
+    parts = fqn.split(".")
+    names = (".".join(parts[: end + 1]) for end in range(len(parts)))
+    return any(recipe.keeps_high_precision(name) for name in names)
+
+
+def problems_with(
+    choice: Choice, label: str, request: Request, weights: list[Tensor]
+) -> tuple[str, ...]:
+    """Say why the quantized weights of a module cannot be made; empty if they can."""
+    if not choice.quantized or not weights:
+        return ()
+    if request.device.type != "cuda":
+        return (
+            f"{label} stores its weights quantized, which Transformer Engine does on "
+            f"CUDA only, and the device asked for is {request.device}: materialize on "
+            "a CUDA device, or with a recipe that keeps weights in high precision",
+        )
+    if choice.te_recipe is None:
+        return (
+            f"{label} was built with quantized weights, but holds no recipe any more "
+            "(a forward outside of `autocast` drops it): pass `recipe=`",
+        )
+    found = []
+    if torch.cuda.is_available() and is_te_recipe(choice.te_recipe):
+        capability = torch.cuda.get_device_capability(request.device)
+        spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
+        reason = spec.unsupported_reason(capability)
+        if reason is not None:
+            name = torch.cuda.get_device_name(request.device)
+            found.append(
+                f"{label} cannot store quantized weights on {request.device} ({name}): "
+                f"{reason}. Choose another recipe, such as `fp8_current`"
+            )
+    if any(hasattr(weight, "_local_tensor") for weight in weights):
+        found.append(
+            f"{label} stores its weights quantized and is sharded already: materialize "
+            "the model first, then call `fully_shard`"
+        )
+    return tuple(found)
+
+
+def is_quantized(tensor: object) -> bool:
+    """Whether a tensor is one of TE's quantized ones."""
+    return any(
+        base.__name__ in ("QuantizedTensor", "QuantizedTensorStorage")
+        and base.__module__.startswith("transformer_engine")
+        for base in type(tensor).__mro__
+    )
+
+
+def own_recipe_of_module(module: nn.Module) -> Any:
+    """Return the TE recipe that a TE module was built with, or None."""
+    return vars(module).get("fp8_meta", {}).get("recipe")
+
+
+def own_recipe_of_op(op: nn.Module) -> Any:
+    """Return the TE recipe that a basic op was built with, or None."""
+    metas = vars(op).get("_fp8_metas") or {}
+    for meta in metas.values():
+        if meta is not None and meta.get("recipe") is not None:
+            return meta["recipe"]
+    return None
+
+
+def num_gemms(module: Any) -> int:
+    """Count the matrix products of a TE module, from its weights' places.
+
+    Each has three forward quantizers: input, weight, output.
+    """
+    places = (meta.fp8_meta_index for meta in module.param_init_meta.values())
+    return max((int(p) for p in places if p is not None), default=1) // 3 + 1
+
+
+def set_up_module(module: Any, choice: Choice, *, stale: bool) -> None:
+    """Give a TE module the recipe state that a constructor would have made.
+
+    Args:
+        module: The module.
+        choice: What was decided.
+        stale: Whether its present state has no memory and has to be made again.
+    """
+    if choice.quantized == choice.built_quantized and choice.own and not stale:
+        return
+    if not (choice.quantized or choice.built_quantized):
+        return
+    attributes = vars(module)
+    # New dicts, so that putting the old attributes back undoes this.
+    group = attributes["fp8_meta"].get("fp8_group")
+    attributes["fp8_meta"] = {"fp8_checkpoint": False, "fp8_group": group}
+    attributes["quantizers"] = {"scaling_fwd": [], "scaling_bwd": []}
+    attributes["fp8_initialized"] = False
+    attributes["fp8_meta_tensors_initialized"] = False
+    attributes["primary_weights_in_fp8"] = choice.quantized
+    if not choice.quantized:
+        attributes.pop("fp8_parameters", None)
+        return
+    attributes["preserve_high_precision_init_val"] = choice.keep_high_precision
+    with quantized_init(
+        choice.te_recipe, keep_high_precision=choice.keep_high_precision
+    ):
+        module.init_fp8_metadata(num_gemms=num_gemms(module))
+
+
+def set_up_op(op: Any, choice: Choice, *, stale: bool) -> None:
+    """Give a basic op the recipe state that its constructor would have made."""
+    if not (choice.quantized or choice.built_quantized):
+        return
+    vars(op)["_with_quantized_weight"] = choice.quantized
+    if not choice.quantized:
+        op.reset_recipe_state(recipe=None)
+        return
+    if not choice.own or stale:
+        op.reset_recipe_state(recipe=None)
+    with quantized_init(choice.te_recipe):
+        op.reset_recipe_state(recipe=choice.te_recipe)
