@@ -235,13 +235,17 @@ class Replay:
         try:
             with plain_torch(), torch.no_grad():
                 for node in needs.nodes:
-                    if node.stream is not None:
-                        if self._before_random is not None:
-                            self._seed(node)
-                        else:
-                            state = self._timeline(node.stream).before(node.index)
-                            self.generators.of(node.stream).set_state(state)
-                    self._executor.run(node, env, needs.last)
+                    if node.stream is None:
+                        self._executor.run(node, env, needs.last)
+                    elif self._before_random is not None:
+                        self._seed(node)
+                        self._executor.run(node, env, needs.last)
+                    else:
+                        timeline = self._timeline(node.stream)
+                        generator = self.generators.of(node.stream)
+                        generator.set_state(timeline.before(node.index))
+                        self._executor.run(node, env, needs.last)
+                        timeline.after(node, generator)
         finally:
             for generator, state in found.items():
                 generator.set_state(state)

@@ -41,23 +41,23 @@ class Timeline:
         self._generator = replay.generators.of(stream)
         self._positions: list[int] = [0]
         self._states: list[Tensor] = [replay.generators.start(stream)]
+        # Where the last walk ended, with the numbers drawn since a kept state.
+        self._recent: tuple[int, Tensor, int] = (0, self._states[0], 0)
 
     def before(self, index: int) -> Tensor:
         """Return the generator's state before the node at `index`."""
-        at = bisect_right(self._positions, index) - 1
-        position, state = self._positions[at], self._states[at]
+        position, state, drawn = self._nearest(index)
         generator = self._generator
         replay = self._replay
         nodes = replay.recording.nodes
         dirty = False
-        drawn = 0
         while position < index:
             node = nodes[position]
             position += 1
             if isinstance(node, (Reseed, Rewind)):
                 if self._stream.generator is None:
                     state = self._jump(node, state if not dirty else None)
-                    dirty = False
+                    dirty, drawn = False, 0
                     self._keep(position, state)
                 continue
             if not self._draws_here(node):
@@ -73,9 +73,26 @@ class Timeline:
         replay.free_scratch()
         if dirty:
             state = generator.get_state()
-            if index > self._positions[-1]:
-                self._keep(index, state)
+        self._recent = (index, state, drawn)
         return state
+
+    def after(self, node: Node, generator: torch.Generator) -> None:
+        """Note the generator's state after a node that was run, not only drawn."""
+        position, _, drawn = self._recent
+        if position != node.index:
+            return
+        state, drawn = generator.get_state(), drawn + _elements(node)
+        if drawn >= _CHECKPOINT_ELEMENTS:
+            drawn = 0
+            self._keep(position + 1, state)
+        self._recent = (position + 1, state, drawn)
+
+    def _nearest(self, index: int) -> tuple[int, Tensor, int]:
+        """Return the last known place not after `index`, its state, numbers since."""
+        at = bisect_right(self._positions, index) - 1
+        if self._positions[at] < self._recent[0] <= index:
+            return self._recent
+        return self._positions[at], self._states[at], 0
 
     def _draws_here(self, node: Node) -> bool:
         """Whether a node draws from this timeline's generator."""

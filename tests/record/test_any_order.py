@@ -208,3 +208,21 @@ def test_seeds_by_name_do_not_depend_on_the_subset():
         Replay(recording, before_random=seed_of).value(value_of(model.big)),
         torch.randn(600, 600, generator=generator),
     )
+
+
+def test_states_kept_for_draws_out_of_order_are_few():
+    def build():
+        return nn.Sequential(*(nn.Linear(64, 64) for _ in range(300)))
+
+    torch.manual_seed(2)
+    expected = build()
+    torch.manual_seed(2)
+    model = deferred_init(build)
+    recording = recording_of(model)
+    wanted = list(expected.parameters())
+    made = list(model.parameters())
+    for ours, theirs in zip(reversed(made), reversed(wanted), strict=True):
+        assert torch.equal(materialize_tensor(ours), theirs)
+    drawn = sum(p.numel() for p in wanted)
+    (timeline,) = recording.timelines.values()
+    assert len(timeline._states) <= drawn / 2**18 + 1
