@@ -9,54 +9,36 @@ is what sharding was to avoid.
 Naive attempt: give every tensor of the step memory in full size, slice at the end.
 
 Design: what is lent is *cold*: right shape, dtype and device, one element of memory.
-A `TorchFunctionMode` sees every use. Before the first use of its data a tensor is made
-*hot*: memory of full size, holding the present value unless the operation overwrites
-it. When a hot tensor would exceed the budget (the largest tensor of the plan), others
-are made cold again: the rank's slice is kept, the memory is freed. A view that somebody
-still holds of a hot tensor keeps it hot. If a use ever got past the mode, writing to
-a cold tensor would fail, since its elements share one place in memory.
+A function mode sees every use. Before the first use of its data a tensor is made *hot*:
+it gets memory of full size. When that would exceed the budget (the largest tensor of
+the plan), others are made cold again: the rank's slice is kept, the memory is freed.
+A view that somebody still holds of a hot tensor keeps it hot.
 
-Shortcoming: to read a value that was made cold before, the shards are gathered, which
-is communication, and needs all ranks of the mesh to do the same; they do, since all
-run the same plan. Ordinary init functions overwrite.
+A value that was kept before is *absent* from the memory of its tensor when that is made
+hot again. A dispatch mode watches: an operation that overwrites all of it, as most
+init functions begin, makes the value present; before any other operation that touches
+the memory the value is gathered from the shards.
+
+Shortcomings: gathering is communication, and needs all ranks of the mesh to do the
+same; they do, since all run the same plan. Memory that is reached without torch
+(`data_ptr`, `numpy`) is watched up to the call that hands it out, not beyond.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
+from contextlib import ExitStack
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
+from deferred_init.aliases import storage_key
 from deferred_init.handlers.protocol import StagedAllocator
 from deferred_init.slots import Slot
+from deferred_init.staging_modes import Contents, Uses
 
 __all__ = ["Loan", "Staging"]
-
-# fmt: off
-_READS_NO_DATA = frozenset(
-    {
-        "shape", "dtype", "device", "ndim", "requires_grad", "is_leaf", "layout",
-        "is_meta", "is_cuda", "is_cpu", "grad", "itemsize", "nbytes", "names",
-        "_backward_hooks", "_post_accumulate_grad_hooks", "retains_grad", "grad_fn",
-        "is_sparse", "is_quantized", "is_nested", "output_nr", "size", "dim",
-        "numel", "nelement", "ndimension", "is_floating_point", "is_complex",
-        "element_size", "requires_grad_", "get_device", "__len__", "__hash__",
-    }
-)
-_OVERWRITES = frozenset(
-    {
-        "normal_", "uniform_", "trunc_normal_", "constant_", "zeros_", "ones_",
-        "zero_", "fill_", "copy_", "eye_", "xavier_uniform_", "xavier_normal_",
-        "kaiming_uniform_", "kaiming_normal_", "orthogonal_", "dirac_", "sparse_",
-        "exponential_", "log_normal_", "cauchy_", "geometric_", "bernoulli_",
-        "random_",
-    }
-)
-# fmt: on
 
 
 class Loan:
@@ -66,24 +48,54 @@ class Loan:
         home: The tensor that keeps a part of it.
         scratch: What the init code sees instead.
         keeps: Whether what is written shall be kept; else it is thrown away.
-        stored: Whether `home` holds the present value.
+        stored: Whether `home` holds a value.
         hot: Whether the scratch has memory.
     """
 
     def __init__(
-        self, home: Tensor, scratch: Tensor, *, keeps: bool, stored: bool
+        self,
+        home: Tensor,
+        allocator: StagedAllocator,
+        device: torch.device,
+        *,
+        keeps: bool,
+        stored: bool,
     ) -> None:
         self.home = home
-        self.scratch = scratch
+        self.allocator = allocator
         self.keeps = keeps
         self.stored = stored
         self.hot = False
-        self._cold = scratch.data
+        element = torch.empty((), dtype=home.dtype, device=device)
+        self._cold = element.expand(home.size())
+        self.scratch: Tensor = self._cold
+        if isinstance(home, nn.Parameter):
+            self.scratch = nn.Parameter(self._cold, requires_grad=home.requires_grad)
+        self.scratch.__dict__.update(home.__dict__)
+
+    @property
+    def full_bytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return self.allocator.full_bytes(self.home)
+
+    def heat(self) -> Tensor:
+        """Give the scratch memory; its contents are undefined."""
+        home = self.home
+        memory = torch.empty_strided(
+            home.size(), home.stride(), dtype=home.dtype, device=self._cold.device
+        )
+        self.scratch.data = memory
+        self.hot = True
+        return memory
 
     def cool(self) -> None:
         """Let go of the memory."""
         self.scratch.data = self._cold
         self.hot = False
+
+    def load(self) -> None:
+        """Put the value of the home into the memory."""
+        self.scratch.detach().copy_(self.allocator.gather(self.home))
 
     def held_elsewhere(self) -> bool:
         """Whether somebody else holds the memory: a view, or `.data`."""
@@ -92,8 +104,8 @@ class Loan:
         return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
-class Staging(TorchFunctionMode):
-    """The loans of one step; a mode that makes them hot when they are used.
+class Staging:
+    """The loans of one step; a context in which they become hot when they are used.
 
     Args:
         device: Where the full-size memory is taken.
@@ -109,14 +121,15 @@ class Staging(TorchFunctionMode):
         keep: Callable[[Tensor, Tensor], None],
         prepare: Callable[[Tensor], None],
     ) -> None:
-        super().__init__()
         self._device = device
         self._budget_bytes = budget_bytes
         self._keep = keep
         self._prepare = prepare
-        self._loans: dict[int, tuple[Loan, StagedAllocator]] = {}
-        self._hot: OrderedDict[int, int] = OrderedDict()
-        self._written: list[tuple[Slot, Tensor]] = []
+        self._loans: dict[int, Loan] = {}
+        self._hot: OrderedDict[int, Loan] = OrderedDict()
+        self._absent: dict[int, Loan] = {}
+        self._lent: list[tuple[Slot, Tensor]] = []
+        self._modes = ExitStack()
 
     def lend(
         self,
@@ -128,109 +141,93 @@ class Staging(TorchFunctionMode):
         stored: bool,
     ) -> None:
         """Put a cold scratch into every place that holds a tensor."""
-        cold = torch.empty((), dtype=home.dtype, device=self._device).expand(
-            home.size()
-        )
-        scratch: Tensor = cold
-        if isinstance(home, nn.Parameter):
-            scratch = nn.Parameter(cold, requires_grad=home.requires_grad)
-        scratch.__dict__.update(home.__dict__)
-        loan = Loan(home, scratch, keeps=keeps, stored=stored)
-        self._loans[id(scratch)] = (loan, allocator)
+        loan = Loan(home, allocator, self._device, keeps=keeps, stored=stored)
+        self._loans[id(loan.scratch)] = loan
         for slot in slots:
-            slot.write(scratch)
-            self._written.append((slot, home))
+            slot.write(loan.scratch)
+            self._lent.append((slot, home))
 
-    def give_back(self) -> None:
-        """Put the homes back into their places, with attributes that were set."""
-        for slot, home in self._written:
-            slot.write(home)
-        for loan, _ in self._loans.values():
-            if loan.keeps:
-                loan.home.__dict__.update(loan.scratch.__dict__)
+    def __enter__(self) -> Staging:
+        """Begin to watch what is used."""
+        self._modes.enter_context(Uses(self._use))
+        if any(loan.stored for loan in self._loans.values()):
+            self._modes.enter_context(Contents(self._absent, self._touch))
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        """Stop watching; nothing is kept or given back yet."""
+        self._modes.close()
 
     def keep_all(self) -> None:
         """Keep the parts of everything that is still hot."""
         for key in list(self._hot):
             self._cool(key)
 
+    def give_back(self) -> None:
+        """Put the homes back into their places, with attributes that were set."""
+        for slot, home in self._lent:
+            slot.write(home)
+        for loan in self._loans.values():
+            if loan.keeps:
+                loan.home.__dict__.update(loan.scratch.__dict__)
+
     def loan_of(self, tensor: Tensor) -> Loan | None:
         """Return the loan that a tensor object is the scratch of."""
-        found = self._loans.get(id(tensor))
-        return None if found is None else found[0]
+        return self._loans.get(id(tensor))
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        """Make the loans hot that an operation uses, then run it."""
-        kwargs = kwargs or {}
-        name = _name(func)
-        if name not in _READS_NO_DATA:
-            used = [key for key in _tensor_ids(args, kwargs) if key in self._loans]
-            for key in used:
-                whole = name in _OVERWRITES and id(_target(args, kwargs)) == key
-                self._heat(key, overwritten=whole or name == "data.__set__", used=used)
-        return func(*args, **kwargs)
+    def _use(self, tensors: list[Tensor], replaced: bool) -> None:
+        """Make those of the tensors hot that are lent.
 
-    def _heat(self, key: int, *, overwritten: bool, used: list[int]) -> None:
-        loan, allocator = self._loans[key]
-        if loan.hot:
-            self._hot.move_to_end(key)
-            return
-        size = allocator.full_bytes(loan.home)
-        self._make_room(size, used)
-        memory = torch.empty_strided(
-            loan.home.size(),
-            loan.home.stride(),
-            dtype=loan.home.dtype,
-            device=self._device,
-        )
-        if overwritten or not loan.stored:
-            self._prepare(memory)
-        else:
-            memory.copy_(allocator.gather(loan.home))
-        loan.scratch.data = memory
-        loan.hot = True
-        self._hot[key] = size
+        Args:
+            tensors: What an operation uses.
+            replaced: Whether it puts other memory in the place of the first one's.
+        """
+        keys = [id(tensor) for tensor in tensors if id(tensor) in self._loans]
+        for key in keys:
+            loan = self._loans[key]
+            if loan.hot:
+                self._hot.move_to_end(key)
+                continue
+            self._make_room(loan.full_bytes, keys)
+            self._prepare(loan.heat())
+            self._hot[key] = loan
+            if loan.stored:
+                self._absent[_key(loan.scratch)] = loan
+        if replaced:
+            self._absent.pop(_key(tensors[0]), None)
+
+    def _touch(self, written: Tensor | None, others: list[Tensor]) -> None:
+        """Make values present that an operation needs.
+
+        Args:
+            written: The tensor that it overwrites completely, if any.
+            others: Every other tensor that it reads or writes.
+        """
+        for tensor in others:
+            loan = self._absent.pop(_key(tensor), None)
+            if loan is not None:
+                loan.load()
+        if written is not None:
+            loan = self._absent.pop(_key(written), None)
+            if loan is not None and written.numel() != loan.scratch.numel():
+                loan.load()
 
     def _make_room(self, size: int, used: list[int]) -> None:
-        for key in list(self._hot):
-            if sum(self._hot.values()) + size <= self._budget_bytes:
+        for key, loan in list(self._hot.items()):
+            in_use = sum(each.full_bytes for each in self._hot.values())
+            if in_use + size <= self._budget_bytes:
                 return
-            if key not in used and not self._loans[key][0].held_elsewhere():
+            if key not in used and not loan.held_elsewhere():
                 self._cool(key)
 
     def _cool(self, key: int) -> None:
-        loan, _ = self._loans[key]
-        if loan.keeps:
+        loan = self._hot.pop(key)
+        absent = self._absent.pop(_key(loan.scratch), None)
+        if loan.keeps and absent is None:
             self._keep(loan.home, loan.scratch)
             loan.stored = True
         loan.cool()
-        del self._hot[key]
 
 
-def _name(func: Any) -> str:
-    """Name an operation; attributes by the attribute, `data` by what is done to it."""
-    name = str(getattr(func, "__name__", ""))
-    if name in ("__get__", "__set__"):
-        attribute = str(getattr(getattr(func, "__self__", None), "__name__", ""))
-        return f"data.{name}" if attribute == "data" else attribute
-    return name
-
-
-def _target(args: Any, kwargs: Any) -> Any:
-    """Return what an in-place operation writes; `torch.nn.init` passes keywords."""
-    return args[0] if args else kwargs.get("tensor")
-
-
-def _tensor_ids(*values: Any) -> Iterator[int]:
-    """Yield the ids of all tensors in arguments, sequences and dicts opened."""
-    pending = list(values)
-    while pending:
-        value = pending.pop()
-        if isinstance(value, Tensor):
-            yield id(value)
-        elif isinstance(value, (list, tuple)):
-            pending.extend(value)
-        elif isinstance(value, dict):
-            pending.extend(value.values())
+def _key(tensor: Tensor) -> int:
+    return storage_key(tensor) or 0

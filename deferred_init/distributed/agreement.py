@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -104,10 +104,8 @@ def finish_together(inventory: Inventory, request: Request) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        try:
+        with suppress(RanksMissing):  # this rank's own failure is the one to tell
             meeting.decide(f"{type(error).__name__}: {error}", _failures)
-        except RanksMissing:
-            pass  # the rank's own failure is the one to tell about
         raise
     try:
         failures = meeting.decide(None, _failures)

@@ -65,12 +65,12 @@ class Meeting:
                 that did.
         """
         turn = _rounds[self.ranks] = _rounds.get(self.ranks, -1) + 1
-        self._store.set(f"{turn}/{self._rank}", pickle.dumps(answer))
+        self._store.set(f"{turn}/{self._rank}", pickle.dumps(answer))  # type: ignore[arg-type]
         if self._rank != self.ranks[0]:
             verdict = self._wait_for_verdict(turn)
         else:
             verdict = self._judge(turn, judge)
-            self._store.set(f"{turn}/verdict", pickle.dumps(verdict))
+            self._store.set(f"{turn}/verdict", pickle.dumps(verdict))  # type: ignore[arg-type]
             self._store.delete_key(f"{turn - 1}/verdict")
         if isinstance(verdict, RanksMissing):
             raise verdict

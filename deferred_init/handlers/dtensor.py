@@ -112,8 +112,8 @@ class FSDP2Refresher:
     ) -> None:
         """Refresh the 1-D data from which FSDP2 gathers, and its padding.
 
-        FSDP2 does this by itself in the first forward, but only once: not if a
-        forward has failed on the meta model before.
+        FSDP2 does this by itself in the first forward; doing it now brings padding
+        copies into the peak that is measured, and leaves no stale data to an audit.
         """
         for param in fsdp_params(site.module for site in inventory.sites()):
             sharded = param.sharded_param

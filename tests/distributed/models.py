@@ -42,7 +42,7 @@ class Block(nn.Module):
         self.down = nn.Linear(7, width)
         self.register_buffer("scale", torch.rand(1), persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         return x + self.down(torch.relu(self.up(self.norm(x)))) * self.scale.to(x.dtype)
 
 
@@ -51,16 +51,17 @@ class Net(nn.Module):
 
     def __init__(self, width: int = 5) -> None:
         super().__init__()
-        self.embed = nn.Embedding(11, width, padding_idx=2)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.embed: Any = nn.Embedding(11, width, padding_idx=2)
+        self.blocks: Any = nn.ModuleList(Block(width) for _ in range(2))
         self.gain = nn.LayerNorm(width)
         self.few = nn.Linear(width, 1)
         self.head = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
         self.blocks[0].up.weight.requires_grad_(False)
+        self.positions: Any
         self.register_buffer("positions", torch.arange(3.0) / 3, persistent=False)
 
-    def forward(self, tokens: Tensor) -> Tensor:
+    def forward(self, tokens: Any) -> Any:
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x)

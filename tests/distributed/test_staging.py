@@ -1,0 +1,236 @@
+"""Init code sees tensors of full size under a memory budget; only parts stay."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from deferred_init.handlers.protocol import Request, StagedAllocator
+from deferred_init.inventory import take_inventory
+from deferred_init.staging import Staging
+
+
+class FirstRow:
+    """Keeps the first row of everything."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, Tensor] = {}
+        self.gathered = 0
+
+    def problem(self, tensor: Tensor, request: Request) -> str | None:
+        return None
+
+    def num_bytes(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        return tensor[0].numel() * dtype.itemsize
+
+    def full_bytes(self, tensor: Tensor) -> int:
+        return tensor.numel() * tensor.element_size()
+
+    def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
+        return torch.empty_like(tensor, device=device)
+
+    def keep(self, tensor: Tensor, full: Tensor) -> None:
+        self.rows[id(tensor)] = full.detach()[0].clone()
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        self.gathered += 1
+        return self.rows[id(tensor)].expand(tensor.size())
+
+    def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return tensor.to(dtype)
+
+
+def _ignore(_value: object) -> None: ...
+
+
+class Lent:
+    """Two meta weights of 4 x 3 floats, 48 bytes each, lent under a budget."""
+
+    def __init__(self, budget_bytes: int = 48, *, stored: bool = False) -> None:
+        self.module = nn.ParameterDict(
+            {name: nn.Parameter(torch.empty(4, 3, device="meta")) for name in "ab"}
+        )
+        self.allocator = FirstRow()
+        assert isinstance(self.allocator, StagedAllocator)
+        self.staging = Staging(
+            torch.device("cpu"),
+            budget_bytes,
+            self.allocator.keep,
+            lambda fresh: _ignore(fresh.fill_(float("nan"))),
+        )
+        self.homes = dict(self.module.items())
+        for slot in take_inventory((self.module,)).slots:
+            if stored:
+                self.allocator.rows[id(slot.tensor)] = torch.full((3,), 7.0)
+            self.staging.lend(
+                (slot,), slot.tensor, self.allocator, keeps=True, stored=stored
+            )
+
+    def fill(self, body: Callable[[nn.ParameterDict], None]) -> dict[str, list[float]]:
+        with self.staging, torch.no_grad():
+            body(self.module)
+        self.staging.keep_all()
+        self.staging.give_back()
+        return {
+            name: self.allocator.rows[id(home)].tolist()
+            for name, home in self.homes.items()
+            if id(home) in self.allocator.rows
+        }
+
+    def is_hot(self, name: str) -> bool:
+        loan = self.staging.loan_of(self.module[name])
+        assert loan is not None
+        return loan.hot
+
+
+def test_what_is_lent_looks_like_the_whole_and_takes_no_memory_yet() -> None:
+    lent = Lent()
+    with lent.staging:
+        weight = lent.module["a"]
+        assert isinstance(weight, nn.Parameter)
+        assert weight.shape == (4, 3)
+        assert weight.size(0) == 4
+        assert weight.numel() == 12
+        assert weight.device.type == "cpu"
+        assert weight.dtype is torch.float32
+        assert weight.requires_grad
+        assert weight.is_leaf
+        assert not weight.is_meta
+        assert not lent.is_hot("a")
+    assert weight.untyped_storage().nbytes() == 4
+
+
+def test_a_part_of_what_is_written_is_kept_and_the_homes_come_back() -> None:
+    lent = Lent()
+    rows = lent.fill(lambda m: m["a"].copy_(torch.arange(12.0).view(4, 3)))
+    assert rows == {"a": [0, 1, 2]}
+    assert lent.module["a"] is lent.homes["a"]
+
+
+def test_the_next_tensor_makes_the_one_before_cold_when_both_exceed_the_budget() -> (
+    None
+):
+    lent = Lent(budget_bytes=95)
+
+    def body(module: nn.ParameterDict) -> None:
+        module["a"].fill_(1.0)
+        assert lent.is_hot("a")
+        module["b"].fill_(2.0)
+        assert not lent.is_hot("a")
+        assert lent.is_hot("b")
+
+    assert lent.fill(body) == {"a": [1, 1, 1], "b": [2, 2, 2]}
+
+
+def test_both_stay_hot_when_the_budget_allows_it() -> None:
+    lent = Lent(budget_bytes=96)
+
+    def body(module: nn.ParameterDict) -> None:
+        module["a"].fill_(1.0)
+        module["b"].fill_(2.0)
+        module["a"].add_(module["b"])
+        assert lent.is_hot("a")
+
+    assert lent.fill(body) == {"a": [3, 3, 3], "b": [2, 2, 2]}
+    assert lent.allocator.gathered == 0
+
+
+def test_one_operation_on_two_tensors_has_both_even_beyond_the_budget() -> None:
+    lent = Lent(budget_bytes=1)
+
+    def body(module: nn.ParameterDict) -> None:
+        module["b"].fill_(2.0)
+        torch.add(module["b"], 1.0, out=module["a"])
+
+    assert lent.fill(body) == {"a": [3, 3, 3], "b": [2, 2, 2]}
+
+
+def test_a_view_that_is_still_held_keeps_its_tensor_hot() -> None:
+    lent = Lent(budget_bytes=48)
+
+    def body(module: nn.ParameterDict) -> None:
+        view = module["a"].data
+        module["b"].fill_(2.0)
+        assert lent.is_hot("a")
+        view.fill_(5.0)
+
+    assert lent.fill(body) == {"a": [5, 5, 5], "b": [2, 2, 2]}
+
+
+@pytest.mark.parametrize(
+    "overwrite",
+    [
+        lambda w: w.normal_(),
+        lambda w: w.zero_(),
+        lambda w: nn.init.kaiming_uniform_(w, a=5**0.5),
+        lambda w: nn.init.trunc_normal_(w, std=0.02),
+        lambda w: nn.init.orthogonal_(tensor=w),
+        lambda w: nn.init.constant_(w, 1.0),
+        lambda w: nn.init.eye_(w),
+        lambda w: w.data.normal_(),
+        lambda w: w.detach().view(-1).copy_(torch.arange(12.0)),
+    ],
+)
+def test_overwriting_needs_no_old_value(overwrite: Callable[[Tensor], None]) -> None:
+    lent = Lent(stored=True)
+    rows = lent.fill(lambda module: overwrite(module["a"]))
+    assert lent.allocator.gathered == 0
+    assert rows["a"] != [7, 7, 7]
+    assert not any(value != value for value in rows["a"])
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda w: w.mul_(2.0), 14.0),
+        (lambda w: w[1].zero_(), 7.0),
+        (lambda w: w.data.add_(1.0), 8.0),
+        (lambda w: torch._foreach_mul_([w], 3.0), 21.0),
+        (lambda w: w.copy_(w + 1), 8.0),
+    ],
+)
+def test_changing_a_value_that_was_made_before_gathers_it_first(
+    change: Callable[[Tensor], None], expected: float
+) -> None:
+    lent = Lent(stored=True)
+    rows = lent.fill(lambda module: change(module["a"]))
+    assert lent.allocator.gathered == 1
+    assert rows["a"] == [expected] * 3
+
+
+def test_a_write_that_no_mode_sees_fails_instead_of_being_lost() -> None:
+    lent = Lent()
+    with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element"):
+        lent.module["a"].normal_()
+
+
+def test_a_value_that_was_only_looked_at_stays_as_it_is() -> None:
+    lent = Lent(stored=True)
+    rows = lent.fill(lambda module: _ignore(module["a"].view(-1)))
+    assert rows == {"a": [7, 7, 7], "b": [7, 7, 7]}
+    assert lent.allocator.gathered == 0
+
+
+def test_fresh_memory_is_handed_to_the_poisoner() -> None:
+    rows = Lent().fill(lambda module: module["a"].add_(0.0))
+    assert all(value != value for value in rows["a"])
+
+
+def test_an_assignment_to_data_is_taken_for_the_value() -> None:
+    def body(module: nn.ParameterDict) -> None:
+        module["a"].data = torch.full((4, 3), 9.0)
+
+    assert Lent().fill(body) == {"a": [9, 9, 9]}
+
+
+def test_an_attribute_that_init_code_sets_stays_on_the_parameter() -> None:
+    lent = Lent()
+
+    def body(module: nn.ParameterDict) -> None:
+        module["a"].initialized = True
+
+    lent.fill(body)
+    assert lent.homes["a"].initialized is True
