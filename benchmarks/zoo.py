@@ -71,6 +71,10 @@ class Result:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+class TooLargeError(Exception):
+    """An architecture has more than `MAX_PARAMETERS` parameters, however shrunken."""
+
+
 class TooSlowError(Exception):
     """A case took longer than its limit."""
 
@@ -169,6 +173,9 @@ def by_recording(case: Case, *, limit_s: float) -> Result:
             eager = build()
         except TooSlowError:
             raise
+        except TooLargeError as error:
+            result.status, result.cause = "too large", str(error)
+            return result
         except Exception as error:  # noqa: BLE001  an architecture's own trouble
             result.status, result.cause = "unbuildable", _cause(error)
             return result
@@ -246,13 +253,15 @@ def _choose(kind: str, model_type: str) -> Any:
     auto = getattr(transformers, kind)
     config = transformers.models.auto.configuration_auto.CONFIG_MAPPING[model_type]()
     problems = []
+    too_large = False
     for level, candidate in candidates(config):
         try:
             with torch.device("meta"):
                 probe = auto.from_config(copy.deepcopy(candidate))
             num = sum(p.numel() for p in probe.parameters())
             if num > MAX_PARAMETERS:
-                problems.append(f"{level}: {num} parameters")
+                problems.append(f"{level}: {num:,} parameters")
+                too_large = True
                 continue
         except TooSlowError:
             raise
@@ -269,7 +278,8 @@ def _choose(kind: str, model_type: str) -> Any:
             problems.append(f"{level}: {_cause(error)}")
             continue
         return candidate
-    raise ValueError("; ".join(problems))
+    kind_of_error = TooLargeError if too_large else ValueError
+    raise kind_of_error("; ".join(problems))
 
 
 def timm_cases() -> Iterator[Case]:
@@ -288,7 +298,7 @@ def _timm(name: str) -> Callable[[], nn.Module]:
     with torch.device("meta"), contextlib.suppress(Exception):
         num = sum(p.numel() for p in timm.create_model(name).parameters())
     if num > MAX_PARAMETERS:
-        raise ValueError(f"{num} parameters")
+        raise TooLargeError(f"{num:,} parameters")
     return lambda: timm.create_model(name)  # type: ignore[no-any-return]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from deferred_init.record.generators import seeded_state
