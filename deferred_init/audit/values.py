@@ -7,6 +7,7 @@ read back at once. `fast` reads the padding rows alone; `full` reads everything.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -47,12 +48,15 @@ class _Counts:
 def padding_rows(scene: Scene) -> Iterator[Finding]:
     """Find embeddings whose padding row is not zero."""
     counts = _Counts()
+    num_places = Counter(id(place.tensor) for place in scene.graph.places)
     for place in scene.graph.places:
         if place.kind != "parameter" or place.name != "weight":
             continue
         row = vars(place.owner).get("padding_idx")
         weight = place.tensor
         if type(row) is not int or weight.dim() != 2 or not _readable(weight):
+            continue
+        if not _fresh(scene, place, num_places[id(weight)]):
             continue
         if -weight.size(0) <= row < weight.size(0):
             counts.add(place, _nonzero(weight.detach()[row]))
@@ -104,6 +108,17 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
                     f"{place.tensor.numel()}; look at the initializer's arguments, or "
                     "at the checkpoint",
                 )
+
+
+def _fresh(scene: Scene, place: Place, num_places: int) -> bool:
+    """Tell whether a padding row has to be zero still.
+
+    A row that was loaded need not be, and one that an output layer shares is trained.
+    """
+    if scene.expected is not None:
+        before = scene.expected.tensors.get(place.fqn)
+        return before is not None and before.deferred
+    return num_places == 1
 
 
 def _by_name(counts: _Counts) -> Iterator[tuple[str, int]]:
