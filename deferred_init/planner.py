@@ -58,6 +58,7 @@ def make_plan(
     """
     if weights is not None:
         request = replace(request, draws_unneeded=weights.draws_all)
+    request = replace(request, roots=inventory.roots)
     claims = _Claims(inventory, request, weights)
     needed = _sites_with_deferred(inventory)
     for root in inventory.roots:
@@ -163,7 +164,8 @@ class _Claims:
             claim = initializer.claim(site, self._pending(site), self._request)
             if claim is not None:
                 self._take(site, initializer, claim)
-        if not self._is_settled(site):
+        unsettled_tree = tree is not None and not tree[1].settled
+        if unsettled_tree or not self._is_settled(site):
             self._open.add(id(site))
 
     def _is_settled(self, site: ModuleSite) -> bool:

@@ -119,7 +119,7 @@ class Parametrized:
             if slot.container is vars(module):
                 late.append(slot)
             else:
-                workspace.adopt(slot, _at(plain, place))
+                workspace.adopt(slot, _as_before(slot, _at(plain, place)))
         take_missing_buffers(module, plain)
         # What a hook computed refers to the module's own parameters.
         for slot in late:
@@ -167,6 +167,19 @@ def _at(module: nn.Module, place: str) -> Tensor:
         found = getattr(found, name)
     assert isinstance(found, Tensor)
     return found
+
+
+def _as_before(slot: Slot, made: Tensor) -> Tensor:
+    """Return a tensor of the geometry that the model was built with.
+
+    Only what meta has no kernel for, `orthogonal` without trivialization, differs.
+    """
+    geometry = slot.tensor.size(), slot.tensor.stride()
+    if (made.size(), made.stride()) == geometry:
+        return made
+    copied = torch.empty_strided(*geometry, dtype=made.dtype, device=made.device)
+    copied.copy_(made.detach())
+    return nn.Parameter(copied) if isinstance(made, nn.Parameter) else copied
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -52,6 +52,8 @@ class Request:
         draws_unneeded: Whether random numbers are drawn also for values that nobody
             needs, to stay with eager's stream; not if a checkpoint has every
             parameter.
+        roots: The models of the call, set while the plan is made; for what is a copy
+            of another module.
     """
 
     device: torch.device
@@ -64,6 +66,7 @@ class Request:
     broadcast_from: int | None = None
     rank_timeout_s: float = 300.0
     draws_unneeded: bool = True
+    roots: tuple[ModuleSite, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

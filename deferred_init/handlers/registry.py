@@ -46,6 +46,7 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.torch_nn",
         "deferred_init.handlers.torch_nn_containers",
         "deferred_init.handlers.parametrized",
+        "deferred_init.handlers.averaged_model",
         "deferred_init.handlers.reset_methods",
         "deferred_init.handlers.plain",
         "deferred_init.handlers.recipe_rules",
