@@ -22,7 +22,7 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 def report_text(report: Report) -> str:
     """Return the whole report, findings first."""
     parts = [
-        [_headline(report)],
+        _wrapped(_headline(report), ""),
         _finding_lines(report.findings),
         list(_table(report.steps)),
         _list_lines("rebound to a new object", report.rebound),
