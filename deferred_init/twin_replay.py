@@ -24,6 +24,7 @@ Pairs = Sequence[tuple[Slot, Tensor]]
 def replay_twin(
     build: Callable[[], nn.Module],
     wanted: Callable[[nn.Module], Pairs],
+    give: Callable[[Slot, Tensor], None],
     workspace: Workspace,
 ) -> nn.Module:
     """Record a construction and give the wanted slots their values.
@@ -31,7 +32,8 @@ def replay_twin(
     Args:
         build: Constructs the twin.
         wanted: Pairs slots with tensors of the recorded twin.
-        workspace: Adopts the tensors one by one, each when it is ready.
+        give: Receives the tensors one by one, each when it is ready.
+        workspace: Says what was asked for, and takes note of how to undo.
 
     Returns:
         The twin, whose tensors have no memory.
@@ -44,7 +46,7 @@ def replay_twin(
         if isinstance(tensor, record.DeferredTensor):
             slots.setdefault(record.value_of(tensor), []).append(slot)
         else:
-            workspace.adopt(slot, tensor.to(request.device))
+            give(slot, tensor.detach().to(request.device))
     by_name = request.rng == "by_name"
     for recording, values in _by_recording(slots).items():
         seeds: Callable[[record.Node], int | None] | None = None
@@ -60,7 +62,7 @@ def replay_twin(
 
         def take(value: record.Value, tensor: Tensor) -> None:
             for slot in slots[value]:
-                workspace.adopt(slot, _dressed(slot.tensor, tensor))
+                give(slot, tensor.detach())
 
         replay.run(on_ready=take)
         replay.finish(keep_generators=True if seeds is None else None)
@@ -109,11 +111,3 @@ def _seeds(
 def _named(node: record.Node, names: dict[record.Storage, str]) -> str:
     made = [out.storage for out in node.outs if out is not None]
     return next((names[key] for key in (*node.writes, *made) if key in names), "")
-
-
-def _dressed(like: Tensor, data: Tensor) -> Tensor:
-    """Give bare data the class and the grad flag of another tensor."""
-    data = data.detach() if data.dtype == like.dtype else data.detach().to(like.dtype)
-    if type(like) is Tensor:
-        return data.requires_grad_(like.requires_grad)
-    return Tensor._make_subclass(type(like), data, like.requires_grad)

@@ -237,7 +237,7 @@ def _tie_again(site: ModuleSite, real: set[int], workspace: Workspace) -> None:
         if id(one.tensor) in real:
             one, other = other, one
         if id(one.tensor) not in real and one.tensor.shape == other.tensor.shape:
-            one.write(other.read())
+            workspace.rebind([one], other.read())
             workspace.note(f"tied `{one.fqn}` to `{other.fqn}` again")
 
 

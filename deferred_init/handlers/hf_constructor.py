@@ -24,16 +24,11 @@ edited afterwards in a way that changes values but no shape is taken at its word
 
 from __future__ import annotations
 
-import copy
-import inspect
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,43 +36,15 @@ from deferred_init.aliases import storage_key
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
-from deferred_init.rng import GeneratorSnapshot
+from deferred_init.reconstruction import Construction, find_construction
 from deferred_init.slots import ModuleSite, Slot, SlotKind
-from deferred_init.twin import difference, matching_modules, matching_slots
+from deferred_init.twin import matching_modules, matching_slots
 from deferred_init.twin_replay import replay_twin
 
 __all__ = ["HFConstructor"]
 
 _SMALL_BYTES = 64 * 2**20
 _INITIALIZED = "_is_hf_initialized"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Construction:
-    """How a model is constructed again.
-
-    Attributes:
-        dtype: The default dtype meanwhile.
-        options: Flags for the constructor, such as `add_pooling_layer`.
-        cast: Whether floating-point tensors are cast afterwards, as `.to(dtype)` did.
-    """
-
-    dtype: torch.dtype
-    options: Mapping[str, bool] = field(default_factory=dict)
-    cast: bool = False
-
-    def build(self, model: nn.Module) -> nn.Module:
-        """Construct the model anew, on the current default device."""
-        with warnings.catch_warnings(), _default_dtype(self.dtype), _patches():
-            warnings.simplefilter("ignore")  # seen when the model was built
-            config = copy.deepcopy(model.config)
-            twin: nn.Module = type(model)(config, **self.options)
-        return twin
-
-    def describe(self, model: nn.Module) -> str:
-        """Name the call, for reports."""
-        flags = "".join(f", {key}={value}" for key, value in self.options.items())
-        return f"{type(model).__name__}(config{flags})"
 
 
 class HFConstructor:
@@ -87,7 +54,7 @@ class HFConstructor:
     composite = True
 
     def __init__(self) -> None:
-        self._known: WeakKeyDictionary[nn.Module, _Construction]
+        self._known: WeakKeyDictionary[nn.Module, Construction]
         self._known = WeakKeyDictionary()
 
     def claim(
@@ -104,7 +71,7 @@ class HFConstructor:
         deferred = [slot for slot in slots if slot.deferred]
         if not all(map(_is_plain, deferred)):
             return None
-        found = _find_construction(site)
+        found = find_construction(site)
         if found is None:
             return None
         construction, twin = found
@@ -127,14 +94,21 @@ class HFConstructor:
         site = step.site
         construction = self._known[site.module]
         claimed = {id(slot.tensor) for slot in step.claim.slots}
+        stray = {id(s.tensor) for s in step.claim.slots if not s.deferred}
         slots = [slot for below in site.post_order() for slot in below.slots]
+
+        def give(slot: Slot, tensor: Tensor) -> None:
+            if id(slot.tensor) in stray:
+                workspace.rebind([slot], _dressed(slot.tensor, tensor))
+            else:
+                workspace.adopt(slot, _dressed(slot.tensor, tensor))
+
         others = _bytes(slots, but=step.claim.slots)
-        request = workspace.request
-        skips = request.rng != "eager" or not request.draws_unneeded
-        if skips or others > _room(step.claim.slots):
+        if workspace.request.rng != "eager" or others > _room(step.claim.slots):
             twin = replay_twin(
                 lambda: construction.build(site.module),
                 lambda twin: _own(matching_slots(site, slots, twin), claimed),
+                give,
                 workspace,
             )
         else:
@@ -142,19 +116,28 @@ class HFConstructor:
             with PoisonedMemory() if full else nullcontext():
                 twin = construction.build(site.module)
             for slot, tensor in _own(matching_slots(site, slots, twin), claimed):
-                if construction.cast and tensor.dtype != slot.tensor.dtype:
-                    tensor = tensor.to(slot.tensor.dtype)
-                workspace.adopt(slot, tensor)
+                give(slot, tensor)
         pairs = matching_slots(site, slots, twin)
         kept = _kept(pairs, claimed)
         for slot, tensor in pairs:
             keeper = kept[id(tensor)]
             if slot.tensor is not keeper.tensor:
-                slot.write(keeper.read())
+                workspace.rebind([slot], keeper.read())
                 workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
         for ours, its in matching_modules(site, twin):
             if _INITIALIZED in vars(its):
                 setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _dressed(like: Tensor, made: Tensor) -> Tensor:
+    """Give a tensor of the twin the class and the dtype of the model's."""
+    if type(made) is type(like) and made.dtype == like.dtype:
+        return made
+    data = made.detach()
+    data = data if data.dtype == like.dtype else data.to(like.dtype)
+    if type(like) is Tensor:
+        return data.requires_grad_(like.requires_grad)
+    return Tensor._make_subclass(type(like), data, like.requires_grad)
 
 
 def _own(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> list[Any]:
@@ -195,58 +178,6 @@ def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
     return [] if any(deferred for _, deferred in real) else [slot for slot, _ in real]
 
 
-def _find_construction(
-    site: ModuleSite,
-) -> tuple[_Construction, nn.Module] | None:
-    """Find a construction on meta with the structure of the model."""
-    generators = GeneratorSnapshot(torch.device("cpu"))
-    for construction in _candidates(site):
-        try:
-            with torch.device("meta"):
-                twin = construction.build(site.module)
-        except Exception:  # noqa: BLE001 - constructors raise anything; hf.py is next
-            continue
-        finally:
-            generators.restore()
-        if difference(site, twin, dtypes=not construction.cast) is None:
-            return construction, twin
-    return None
-
-
-def _candidates(site: ModuleSite) -> Iterator[_Construction]:
-    """Yield constructions, the most likely first; few, as each is tried."""
-    default = torch.get_default_dtype()
-    configured = _as_dtype(getattr(site.module.config, "dtype", None))
-    held = {
-        slot.tensor.dtype
-        for below in site.post_order()
-        for slot in below.slots
-        if slot.kind is SlotKind.PARAMETER and slot.tensor.is_floating_point()
-    }
-    dtypes = [dtype for dtype in (configured, default) if dtype in held]
-    dtypes += [dtype for dtype in held if dtype in (torch.float16, torch.bfloat16)]
-    dtypes = list(dict.fromkeys(dtypes)) or [default]
-    flags = _flags(type(site.module))
-    options = [{}, *({name: not value} for name, value in flags.items())]
-    for chosen in options:
-        for dtype in dtypes:
-            yield _Construction(dtype=dtype, options=chosen)
-    for chosen in options:
-        yield _Construction(dtype=default, options=chosen, cast=True)
-
-
-def _flags(model_class: type) -> dict[str, bool]:
-    """Boolean options of a constructor, with their defaults."""
-    parameters = inspect.signature(model_class).parameters.values()
-    return {p.name: p.default for p in parameters if isinstance(p.default, bool)}
-
-
-def _as_dtype(value: Any) -> torch.dtype | None:
-    if isinstance(value, str):
-        value = getattr(torch, value, None)
-    return value if isinstance(value, torch.dtype) else None
-
-
 def _is_plain(slot: Slot) -> bool:
     return type(slot.tensor) in (Tensor, nn.Parameter)
 
@@ -265,28 +196,6 @@ def _room(made: Iterable[Slot]) -> int:
 
 def _num_bytes(tensor: Tensor) -> int:
     return tensor.numel() * tensor.element_size()
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
-@contextmanager
-def _patches() -> Iterator[None]:
-    """Class replacements that the user registered with transformers, if any."""
-    try:
-        from transformers.monkey_patching import apply_patches
-    except ImportError:  # transformers before 5.5
-        yield
-        return
-    with apply_patches():
-        yield
 
 
 add_initializer(HFConstructor(), first=True)

@@ -86,7 +86,7 @@ def test_a_part_seeded_by_name_agrees_with_the_whole() -> None:
 
 def test_a_model_with_a_replaced_layer_is_made_along_its_tree() -> None:
     def build() -> nn.Module:
-        model = builder("llama")()
+        model = builder("mistral")()
         model.lm_head = nn.Linear(32, 11)
         return model
 
@@ -96,7 +96,7 @@ def test_a_model_with_a_replaced_layer_is_made_along_its_tree() -> None:
     assert abs(model.model.layers[0].mlp.up_proj.weight.std().item() - 0.02) < 0.002
     assert model.lm_head.weight.isfinite().all()
     inner = {step.module_class: step.initializer for step in report.steps}
-    assert inner["LlamaModel"] == "transformers constructor"
+    assert inner["MistralModel"] == "transformers constructor"
 
 
 def test_resized_embeddings_of_a_meta_model_are_made_along_its_tree() -> None:
