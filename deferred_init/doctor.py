@@ -54,8 +54,8 @@ def diagnosis_text(diagnosis: dict[str, Any]) -> str:
         )
     if not diagnosis["gpus"]:
         lines.append("GPU                 none that torch can use")
-    details = diagnosis["transformer_engine"] or {}
-    lines += [f"  {key}: {_value_text(value)}" for key, value in details.items()]
+    for key, value in (diagnosis["transformer_engine"] or {}).items():
+        lines += _detail_lines(key, value)
     lines += [f"PROBLEM: {problem}" for problem in diagnosis["problems"]]
     return "\n".join(lines)
 
@@ -106,9 +106,18 @@ def _cuda_text(cuda: str | None) -> str:
     return "CPU only" if cuda is None else f"CUDA {cuda}"
 
 
-def _value_text(value: Any) -> str:
+def _detail_lines(key: str, value: Any) -> list[str]:
+    """Word one finding about Transformer Engine, its parts on lines of their own."""
     if isinstance(value, dict):
-        return ", ".join(f"{key}={each}" for key, each in value.items())
-    if isinstance(value, (list, tuple)):
-        return "; ".join(str(each) for each in value) or "none"
-    return str(value)
+        parts = [f"{name}: {_plain_text(each)}" for name, each in value.items()]
+    elif isinstance(value, (list, tuple)):
+        parts = [str(each) for each in value]
+    else:
+        return [f"TE {key}: {_plain_text(value)}"]
+    return [f"TE {key}:", *(f"  {part}" for part in parts or ["none"])]
+
+
+def _plain_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "none" if value is None else str(value)
