@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,12 +17,14 @@ from deferred_init.record.mode import RecordOperations
 from deferred_init.record.patches import Patches, active
 from deferred_init.record.paused import index_of
 from deferred_init.record.places import remember_places
+from deferred_init.record.problems import RecordError
 from deferred_init.record.tensor import DeferredTensor, value_of
 from deferred_init.record.watch import GeneratorWatch
 
 __all__ = ["deferred_init", "is_deferred", "recording_of"]
 
 T = TypeVar("T")
+_one_at_a_time = threading.Lock()
 
 
 class _Recorder:
@@ -69,11 +72,30 @@ def deferred_init(
 
     Raises:
         RecordError: If `fn` does something that can be neither recorded nor
-            computed early; it names the operation and the line.
+            computed early, naming the operation and the line; or if another
+            thread is recording.
     """
     if active.recorder is not None:
         return fn(*args, **kwargs)
-    recording = Recording(_device(device))
+    if not _one_at_a_time.acquire(blocking=False):
+        raise RecordError(
+            "another thread is inside deferred_init; constructors share the default "
+            "generator, so they are recorded one at a time: wait for the other one"
+        )
+    try:
+        return _record(fn, args, kwargs, _device(device))
+    finally:
+        _one_at_a_time.release()
+
+
+def _record(
+    fn: Callable[..., T],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    device: torch.device,
+) -> T:
+    """Run a constructor and record it."""
+    recording = Recording(device)
     if torch.cuda.is_initialized():
         for index, generator in enumerate(torch.cuda.default_generators):
             recording.cuda_starts[index] = generator.get_state()

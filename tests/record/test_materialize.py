@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import threading
 import weakref
 
 import pytest
@@ -244,3 +245,39 @@ def test_a_recording_does_not_keep_its_model_alive():
     del model
     assert [reference() for reference in alive] == [None, None]
     assert recording.marks[0].payload is None
+
+
+def test_torch_is_as_it_was_after_a_recording():
+    def replaced():
+        return (
+            vars(nn.Parameter)["__new__"],
+            vars(nn.UninitializedParameter)["__new__"],
+            nn.init._no_grad_trunc_normal_,
+            torch._utils._rebuild_tensor,
+            threading.Thread.start,
+        )
+
+    before, inside = replaced(), []
+    deferred_init(lambda: inside.append(replaced()))
+    assert all(a is not b for a, b in zip(before, inside[0], strict=True))
+    assert all(a is b for a, b in zip(before, replaced(), strict=True))
+
+
+def test_two_threads_that_record_at_once_are_told_so():
+    inside, leave = threading.Event(), threading.Event()
+
+    def slow():
+        inside.set()
+        leave.wait(10)
+        return nn.Linear(2, 2)
+
+    thread = threading.Thread(target=deferred_init, args=(slow,))
+    thread.start()
+    inside.wait(10)
+    try:
+        with pytest.raises(RecordError, match="another thread is inside deferred_init"):
+            deferred_init(nn.Linear, 2, 2)
+    finally:
+        leave.set()
+        thread.join()
+    assert is_deferred(deferred_init(nn.Linear, 2, 2))
