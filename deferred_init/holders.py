@@ -202,7 +202,9 @@ def _params(optimizer: Optimizer) -> Iterable[Tensor]:
         yield from group["params"]
 
 
-def _is_elsewhere(new: Tensor, optimizer: Optimizer, params: Any, position: int) -> bool:
+def _is_elsewhere(
+    new: Tensor, optimizer: Optimizer, params: Any, position: int
+) -> bool:
     """Whether an optimizer holds a tensor at another place than this one."""
     return any(
         param is new and not (group["params"] is params and index == position)

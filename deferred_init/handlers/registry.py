@@ -60,6 +60,7 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.te_modules",
         "deferred_init.handlers.te_ops",
         "deferred_init.handlers.quantized",
+        "deferred_init.te.audit_te",
     ),
     "torch.distributed.tensor": ("deferred_init.handlers.dtensor",),
     "deferred_init.record": ("deferred_init.handlers.recorded",),

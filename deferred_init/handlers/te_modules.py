@@ -27,7 +27,7 @@ from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
-from deferred_init.handlers.registry import add_initializer
+from deferred_init.handlers.registry import add_initializer, has_user_rule
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.constructed import rotary_dim
 from deferred_init.te.grouped import (
@@ -66,7 +66,11 @@ class TEModuleInit:
     ) -> Claim | None:
         """Claim parameters, empty placeholders, and recipe state without memory."""
         module: Any = site.module
+        if isinstance(module, DotProductAttention):  # its constructor never calls it
+            return None
         made = tuple(slot for slot in pending if _is_mine(slot))
+        if not made and has_user_rule(type(module)):
+            return None
         choice = _choice(site, request)
         weights = [s.tensor for s in made if _is_weight(s)] if choice.quantized else []
         label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"

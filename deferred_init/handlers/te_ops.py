@@ -15,7 +15,11 @@ from transformer_engine.pytorch.ops import FusedOperation
 from transformer_engine.pytorch.ops.op import BasicOperation
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
-from deferred_init.handlers.registry import add_initializer, add_refresher
+from deferred_init.handlers.registry import (
+    add_initializer,
+    add_refresher,
+    has_user_rule,
+)
 from deferred_init.inventory import look_into
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.fusers import FuserRefresher, find_fusers, stale_parameters
@@ -48,6 +52,8 @@ class BasicOpInit:
         if method is None:
             return None
         made = tuple(s for s in pending if s.owner is op and _is_mine(s))
+        if not made and has_user_rule(type(op)):
+            return None
         choice = _choice(site, request)
         weights = [s.tensor for s in made if choice.quantized and _is_weight(s)]
         sizes = [weight.numel() * weight.element_size() for weight in weights]

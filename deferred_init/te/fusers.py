@@ -26,8 +26,10 @@ from deferred_init.slots import Inventory
 
 __all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameters"]
 
-_ATOMS = (str, bytes, int, float, complex, bool, type(None), type, torch.dtype)
-_ATOMS += (torch.device, torch.Size, torch.Generator, types.ModuleType)
+_ATOMS = (
+    *(str, bytes, int, float, complex, bool, type(None), type, types.ModuleType),
+    *(torch.dtype, torch.device, torch.Size, torch.Generator),
+)
 _SKIPPED = frozenset(vars(nn.Module())) - {"_modules"}
 _MAX_DEPTH = 16
 
@@ -40,7 +42,7 @@ class FuserRefresher:
     ) -> None:
         """Do it once, after all steps."""
         modules = [site.module for site in inventory.sites()]
-        if not any(type(m).__module__.startswith("transformer_engine") for m in modules):
+        if not any(_is_of_te(type(module)) for module in modules):
             modules = []
         count = 0
         for fuser in find_fusers([*modules, *holders]):
@@ -57,6 +59,13 @@ class FuserRefresher:
             attributes.pop("_is_fsdp2", None)
         if count:
             workspace.note(f"refreshed {count} operation fuser(s)")
+
+
+@functools.cache
+def _is_of_te(kind: type) -> bool:
+    return any(
+        base.__module__.startswith("transformer_engine") for base in kind.__mro__
+    )
 
 
 def find_fusers(roots: Iterable[Any]) -> Iterator[OperationFuser]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.handlers.protocol import Request
+from deferred_init.te.constructed import mark_rowwise_only
 from deferred_init.te.probe import quantized_init
 from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 
@@ -44,8 +45,7 @@ class Choice:
         mode is on. Its high-precision code writes into leaves, which needs it off.
         """
         on = self.quantized and not self.inference
-        mode: AbstractContextManager[None] = torch.set_grad_enabled(on)  # type: ignore[assignment]
-        return mode
+        return torch.set_grad_enabled(on)
 
 
 def choose(
@@ -159,6 +159,8 @@ def set_up_module(module: Any, choice: Choice, *, stale: bool) -> None:
         choice: What was decided.
         stale: Whether its present state has no memory and has to be made again.
     """
+    if choice.quantized and choice.inference:
+        mark_rowwise_only(module)
     if choice.quantized == choice.built_quantized and choice.own and not stale:
         return
     if not (choice.quantized or choice.built_quantized):
@@ -183,6 +185,8 @@ def set_up_module(module: Any, choice: Choice, *, stale: bool) -> None:
 
 def set_up_op(op: Any, choice: Choice, *, stale: bool) -> None:
     """Give a basic op the recipe state that its constructor would have made."""
+    if choice.quantized and choice.inference:
+        mark_rowwise_only(op)
     if not (choice.quantized or choice.built_quantized):
         return
     vars(op)["_with_quantized_weight"] = choice.quantized

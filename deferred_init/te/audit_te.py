@@ -1,0 +1,215 @@
+"""What the audit knows about Transformer Engine.
+
+Looks at the model as it is; shares nothing with the handlers but the knowledge of
+which modules hold row-wise weights on purpose.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+from transformer_engine.pytorch.ops import FusedOperation
+from transformer_engine.pytorch.ops import Sequential as TESequential
+from transformer_engine.pytorch.ops.fuser import OperationFuser
+from transformer_engine.pytorch.ops.op import BasicOperation
+
+from deferred_init.audit.kinds import Kind, kind_of, parts_of
+from deferred_init.audit.scene import Scene, register_detector
+from deferred_init.report import Finding
+from deferred_init.te.constructed import is_rowwise_only
+from deferred_init.te.probe import fp8_state_manager
+
+__all__: list[str] = []
+
+_MAX_DEPTH = 12
+
+
+@register_detector
+def stale_fusers(scene: Scene) -> Iterator[Finding]:
+    """Find fusers whose lists are not the parameters of their ops, by identity."""
+    for fqn, owner, fuser in _fusers(scene):
+        cached = [
+            p for params in vars(fuser).get("_basic_op_params", []) for p in params
+        ]
+        flat = list(vars(fuser).get("_flat_basic_op_params", cached))
+        actual = [param for op in fuser._basic_ops for param in op.parameters()]
+        wrong = max(_num_different(cached, actual), _num_different(flat, actual))
+        if not wrong:
+            continue
+        in_groups = isinstance(owner, TESequential) and "_module_groups" in fqn
+        remedy = (
+            "set `_module_groups = None`"
+            if in_groups
+            else "build the fuser again, or pass its holder in `holders=`"
+        )
+        yield Finding(
+            code="te-fuser-stale",
+            fqn=fqn,
+            message=f"expected the {len(actual)} parameters that its ops have now, "
+            f"found {wrong} other(s), of an earlier time; {remedy}",
+        )
+
+
+@register_detector
+def broken_aliases(scene: Scene) -> Iterator[Finding]:
+    """Find parameters of fused ops that are not those of their basic ops."""
+    for fqn, module, _ in scene.graph.modules:
+        if not isinstance(module, FusedOperation):
+            continue
+        for name, alias in module._parameters.items():
+            own = [
+                op._parameters[name]
+                for op in module.basic_ops
+                if op._parameters.get(name) is not None
+            ]
+            if alias is not None and len(own) == 1 and own[0] is not alias:
+                yield Finding(
+                    code="te-alias-broken",
+                    fqn=_join(fqn, name),
+                    message="expected the very parameter of its basic op, found "
+                    f"another object; assign it anew: `module.{name} = "
+                    f"basic_op.{name}`",
+                )
+
+
+@register_detector
+def quantized_weights(scene: Scene) -> Iterator[Finding]:
+    """Find quantized weights that training cannot use."""
+    for fqn, module, _ in scene.graph.modules:
+        for name, param in module._parameters.items():
+            if param is None or not _is_quantized(param):
+                continue
+            where = _join(fqn, name)
+            if module.training and param.requires_grad and not is_rowwise_only(module):
+                yield from _columnwise(where, param, full=scene.full)
+            yield from _quantizer(where, module, name, param)
+
+
+@register_detector
+def registered_twice(scene: Scene) -> Iterator[Finding]:
+    """Find delayed-scaling buffers that the process reduces more than once."""
+    te = (TransformerEngineBaseModule, BasicOperation)
+    if not any(isinstance(module, te) for _, module, _ in scene.graph.modules):
+        return
+    manager = fp8_state_manager()
+    state = getattr(manager, "quantization_state", manager)
+    for key, buffers in getattr(state, "global_amax_buffer", {}).items():
+        addresses = [buffer.data_ptr() for buffer in buffers]
+        twice = len(addresses) - len(set(addresses))
+        if twice:
+            yield Finding(
+                code="te-amax-registered-twice",
+                fqn=str(key),
+                message=f"expected every amax history once among the process's "
+                f"{len(buffers)}, found {twice} of them again; call "
+                "`FP8GlobalStateManager.reset()` before training starts",
+            )
+
+
+def _columnwise(where: str, param: Any, *, full: bool) -> Iterator[Finding]:
+    attributes = vars(param)
+    if "_columnwise_data" in attributes:
+        rowwise, columnwise = param._rowwise_data, param._columnwise_data
+        if columnwise is None:
+            yield Finding(
+                code="te-columnwise-missing",
+                fqn=where,
+                message=f"expected a {type(param).__name__} with column-wise data, "
+                "which the backward pass reads, found none; it was quantized under "
+                "`torch.no_grad()`: materialize with grad mode on, or say "
+                "`inference = true` in the recipe",
+            )
+            return
+        exact = bool(attributes.get("_is_2D_scaled", False))
+    else:
+        rowwise, columnwise = attributes.get("_data"), attributes.get("_transpose")
+        if columnwise is None or attributes.get("_transpose_invalid", False):
+            return  # it is made from the row-wise data when it is needed
+        exact = True
+    if not full or rowwise is None:
+        return
+    rows = rowwise.flatten(0, -2)
+    columns = columnwise.flatten(1)
+    if exact and rows.shape == columns.mT.shape and not torch.equal(rows, columns.mT):
+        found = "other values"
+    elif not columnwise.any() and rowwise.any():
+        found = "only zeros"
+    else:
+        return
+    yield Finding(
+        code="te-columnwise-stale",
+        fqn=where,
+        message=f"expected column-wise data of the same values as the row-wise, found "
+        f"{found}; quantize the weight again, both ways",
+    )
+
+
+def _quantizer(
+    where: str, module: nn.Module, name: str, param: Any
+) -> Iterator[Finding]:
+    """Compare a weight's quantizer with the one of the module's recipe."""
+    expected = None
+    if isinstance(module, TransformerEngineBaseModule):
+        meta = module.param_init_meta.get(name)
+        place = None if meta is None else meta.fp8_meta_index
+        known = module.quantizers.get("scaling_fwd") or []
+        if place is not None and place < len(known):
+            expected = known[place]
+    elif isinstance(module, BasicOperation) and name.startswith("weight"):
+        known = (getattr(module, "_quantizers", None) or {}).get("forward") or []
+        digits = name.removeprefix("weight")
+        place = 2 * int(digits or 0) + 1
+        if place < len(known):
+            expected = known[place]
+    found = vars(param).get("_quantizer")
+    if expected is None or found is None or type(expected) is type(found):
+        return
+    yield Finding(
+        code="te-quantizer-mismatch",
+        fqn=where,
+        message=f"expected a weight quantized by the module's recipe "
+        f"({type(expected).__name__}), found one made by {type(found).__name__}; "
+        "materialize with the recipe that the module trains with",
+    )
+
+
+def _fusers(scene: Scene) -> Iterator[tuple[str, nn.Module, Any]]:
+    """Yield the fusers that modules hold, under the name that leads to each."""
+    seen: set[int] = set()
+    for fqn, module, _ in scene.graph.modules:
+        stack: list[tuple[str, object, int]] = [
+            (_join(fqn, name), value, 0) for name, value in vars(module).items()
+        ]
+        while stack:
+            label, value, depth = stack.pop()
+            kind = kind_of(value)
+            if kind in (Kind.ATOM, Kind.TENSOR, Kind.MODULE) or id(value) in seen:
+                continue
+            seen.add(id(value))
+            if isinstance(value, OperationFuser):
+                yield label, module, value
+            elif depth < _MAX_DEPTH:
+                parts = list(parts_of(value, kind))
+                stack.extend((label + key, part, depth + 1) for key, part in parts)
+
+
+def _num_different(cached: list[Tensor], actual: list[Tensor]) -> int:
+    pairs = zip(cached, actual, strict=False)
+    different = sum(one is not other for one, other in pairs)
+    return different + abs(len(cached) - len(actual))
+
+
+def _is_quantized(tensor: Tensor) -> bool:
+    base: Any = importlib.import_module(
+        "transformer_engine.pytorch.quantized_tensor"
+    ).QuantizedTensor
+    return isinstance(tensor, base)
+
+
+def _join(fqn: str, name: str) -> str:
+    return f"{fqn}.{name}" if fqn else name

@@ -1,0 +1,214 @@
+"""`on_meta`: build anything without memory, however it spells its device.
+
+[Note: How Transformer Engine escapes from meta]
+Its constructors compare `device == "meta"`, which a `torch.device` never equals, and
+then initialize on the GPU at once; they default to `device="cuda"`, which wins over
+`with torch.device("meta")`; they refuse to split a parameter on `"meta"`; rotary
+embeddings and `softmax_offset` always allocate on the GPU; and on a machine without
+one nothing can be built at all. Inside `on_meta` the constructors of TE's classes run
+with `device=torch.device("meta")`, in a mode that sends allocations for an accelerator
+to meta, with a `reset_parameters` that waits, and with answers to "is there a GPU?".
+All of it is undone on leaving.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from deferred_init.te.constructed import remember_rotary_dim
+
+__all__ = ["on_meta", "te_on_meta"]
+
+OnModule = Callable[[nn.Module], None]
+Around = Callable[[], AbstractContextManager[Any]]
+
+_ROOTS = (
+    ("transformer_engine.pytorch.module.base", "TransformerEngineBaseModule"),
+    ("transformer_engine.pytorch.ops.op", "FusibleOperation"),
+    ("transformer_engine.pytorch.attention.rope", "RotaryPositionEmbedding"),
+    ("transformer_engine.pytorch.attention", "MultiheadAttention"),
+    ("transformer_engine.pytorch", "TransformerLayer"),
+)
+_ACCELERATORS = frozenset({"cuda", "xpu", "mps", "hpu", "npu"})
+
+
+@contextmanager
+def on_meta(on_module: OnModule | None = None) -> Iterator[None]:
+    """Build models without memory: Transformer Engine, torch and Hugging Face alike.
+
+    Whatever the code inside says (`device="meta"`, `device=torch.device("meta")`,
+    `device="cuda"`, no device at all, an outer `with torch.device(...)`), parameters
+    and buffers come out on the meta device. Only an explicit CPU device is obeyed:
+    constructors compute small tables with it. Modules of torch and others can then
+    be materialized as far as their classes are known; to record how arbitrary code
+    fills them use `deferred_init.deferred_init`.
+
+    Args:
+        on_module: Called with every Transformer Engine module or op that owns
+            deferred parameters or buffers, when its constructor has finished: the
+            place in the order of construction where eager would have drawn its
+            random numbers. A recorder puts its mark there.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> from deferred_init.te.on_meta import on_meta
+        >>> with on_meta():
+        ...     model = torch.nn.Linear(2, 2)
+        >>> model.weight.is_meta
+        True
+    """
+    with te_on_meta(on_module), torch.device("meta"), _AcceleratorToMeta():
+        yield
+
+
+@contextmanager
+def te_on_meta(
+    on_module: OnModule | None = None, around: Around = nullcontext
+) -> Iterator[None]:
+    """Build only Transformer Engine's modules and ops on meta.
+
+    Args:
+        on_module: As in `on_meta`.
+        around: Entered around each outermost construction; a recorder passes what
+            switches its own modes off.
+    """
+    with ExitStack() as stack:
+        building = _Building(on_module, around)
+        for cls in _classes():
+            _patch(stack, cls, building)
+        if building.found and not torch.cuda.is_available():
+            _swap(stack, torch.cuda, "is_available", lambda: True)
+            _swap(stack, torch.cuda, "current_device", lambda: 0)
+        yield
+
+
+class _AcceleratorToMeta(TorchFunctionMode):
+    """Sends whatever is to be allocated on, or moved to, an accelerator to meta."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].to("meta")
+        if kwargs.get("device") is not None and _is_accelerator(kwargs["device"]):
+            kwargs["device"] = torch.device("meta")
+        if func is torch.Tensor.to and len(args) > 1:
+            if isinstance(args[1], (str, torch.device)) and _is_accelerator(args[1]):
+                args = (args[0], torch.device("meta"), *args[2:])
+        return func(*args, **kwargs)
+
+
+def _is_accelerator(device: Any) -> bool:
+    if isinstance(device, int):
+        return True
+    return torch.device(device).type in _ACCELERATORS
+
+
+class _Building:
+    """What is under construction in this context."""
+
+    def __init__(self, on_module: OnModule | None, around: Around) -> None:
+        self.found = False
+        self.active: list[nn.Module] = []
+        self._on_module = on_module
+        self._around = around
+
+    @contextmanager
+    def construct(self, module: nn.Module) -> Iterator[None]:
+        """Run the constructor of a module; nested calls are of its base classes."""
+        nested = any(module is other for other in self.active)
+        outermost = not self.active
+        self.active.append(module)
+        try:
+            if outermost:
+                with self._around(), torch.device("meta"), _AcceleratorToMeta():
+                    yield
+            else:
+                yield
+        finally:
+            self.active.pop()
+        if not nested and self._on_module is not None and _owns_deferred(module):
+            self._on_module(module)
+
+
+def _owns_deferred(module: nn.Module) -> bool:
+    held = (*module._parameters.values(), *module._buffers.values())
+    is_fused = hasattr(module, "basic_ops")  # it only registers its ops' parameters
+    return not is_fused and any(t is not None and t.is_meta for t in held)
+
+
+def _classes() -> list[type]:
+    """Return all loaded classes of TE, and subclasses of them."""
+    found: dict[type, None] = {}
+    pending: list[Any] = [
+        getattr(sys.modules.get(module), name, None) for module, name in _ROOTS
+    ]
+    while pending:
+        cls = pending.pop()
+        if cls is not None and cls not in found:
+            found[cls] = None
+            pending.extend(cls.__subclasses__())
+    return list(found)
+
+
+def _patch(stack: ExitStack, cls: Any, building: _Building) -> None:
+    own = vars(cls)
+    building.found = True
+    if "__init__" in own:
+        _swap(stack, cls, "__init__", _deferring_init(own["__init__"], building))
+    # Ops ask for the device themselves; modules call it whatever the device is.
+    if "reset_parameters" in own:
+        _swap(
+            stack, cls, "reset_parameters", _waiting(own["reset_parameters"], building)
+        )
+
+
+def _deferring_init(init: Any, building: _Building) -> Any:
+    signature = inspect.signature(init)
+    takes_device = "device" in signature.parameters
+    is_rotary = "rotary_percent" in signature.parameters
+
+    @functools.wraps(init)
+    def deferred(self: nn.Module, *args: Any, **kwargs: Any) -> None:
+        bound = signature.bind(self, *args, **kwargs)
+        asked = bound.arguments.get("device")
+        if asked is not None and torch.device(asked).type == "cpu":
+            init(self, *args, **kwargs)
+            return
+        if takes_device:
+            # Not the string: TE refuses to split parameters for that one.
+            bound.arguments["device"] = torch.device("meta")
+        with building.construct(self):
+            init(*bound.args, **bound.kwargs)
+        if is_rotary:
+            bound.apply_defaults()
+            values = bound.arguments
+            remember_rotary_dim(self, values["dim"], values["rotary_percent"])
+
+    return deferred
+
+
+def _waiting(reset: Any, building: _Building) -> Any:
+    @functools.wraps(reset)
+    def wait(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if any(self is module for module in building.active):
+            return None
+        return reset(self, *args, **kwargs)
+
+    return wait
+
+
+def _swap(stack: ExitStack, holder: Any, name: str, value: Any) -> None:
+    """Set an attribute for the time of the context."""
+    stack.callback(setattr, holder, name, vars(holder)[name])
+    setattr(holder, name, value)
