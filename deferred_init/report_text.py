@@ -101,7 +101,9 @@ def _table(steps: Sequence[ReportStep]) -> Iterator[str]:
             step.module_class,
             step.source or step.initializer,
             f"{step.num_tensors}",
-            f"{step.num_bytes:,}",
+            f"{step.num_bytes:,}"
+            if step.num_bytes < 1e10
+            else bytes_text(step.num_bytes),
             f"{step.seconds * 1e3:.1f}",
         )
     yield from _more(len(rows), _MAX_ROWS, "rows")
