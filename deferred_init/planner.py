@@ -118,6 +118,8 @@ class _Claims:
             return
         self.claimed -= self._reserved
         self._reserved = set()
+        unfit = (target.slot.tensor for target in self._weights.matches.unfit)
+        self.claimed.update(map(id, unfit))  # told once, as what they are
         self.problems.extend(self._weights.matches.problems)
         self.notes.extend(self._weights.matches.notes)
         for site, claim in self._weights.claims():

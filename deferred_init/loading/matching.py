@@ -55,12 +55,14 @@ class Matches:
     Attributes:
         loads: What will be read.
         missing: Deferred tensors that the checkpoint has not.
+        unfit: Deferred tensors that it has, but not so that they could be loaded.
         problems: Why it cannot be done; one sentence per offender.
         notes: Remarks for the report.
     """
 
     loads: list[Load] = field(default_factory=list)
     missing: list[Target] = field(default_factory=list)
+    unfit: list[Target] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -106,7 +108,7 @@ class _Matching:
             if found is None:
                 self._match_directly(target)
             elif found.problem is not None:
-                self.result.problems.append(f"`{target.name}` {found.problem}")
+                self._reject(target, found.problem)
             else:
                 self._accept(target, found.pieces)
         if self._real:
@@ -173,9 +175,10 @@ class _Matching:
         if not fitting:
             self._used.update(keys)
             if target.slot.deferred:
-                self.result.problems.append(
-                    f"`{target.name}` has shape {target.shape} in the model, but "
-                    f"{self._infos[keys[0]].shape} in the checkpoint (`{keys[0]}`)"
+                self._reject(
+                    target,
+                    f"has shape {target.shape} in the model, but "
+                    f"{self._infos[keys[0]].shape} in the checkpoint (`{keys[0]}`)",
                 )
             return
         self._used.update(keys)
@@ -200,9 +203,13 @@ class _Matching:
         for key in keys:
             reason = cast_problem(self._infos[key].dtype, target.dtype)
             if reason is not None:
-                self.result.problems.append(f"`{target.name}` {reason} (`{key}`)")
+                self._reject(target, f"{reason} (`{key}`)")
                 return
         self.result.loads.append(Load(target=target, pieces=pieces))
+
+    def _reject(self, target: Target, problem: str) -> None:
+        self.result.problems.append(f"`{target.name}` {problem}")
+        self.result.unfit.append(target)
 
     def _renamed(self) -> dict[str, Stored]:
         """List what is stored by name after renaming; two keys may not collide."""
