@@ -227,7 +227,8 @@ def audit(
     """Prove that a model is ready to train, or say what is wrong with it.
 
     Looks at the whole object graph and changes nothing; works on any model,
-    materialized by this package or not.
+    materialized by this package or not. With `verify="full"` the ranks that share a
+    sharded model compare checksums, and each of them has to call this.
 
     Returns:
         A report whose `findings` are empty if all is well; never raises for them.

@@ -9,7 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from deferred_init.errors import PlanError
+from deferred_init.distributed.fsdp2 import split_ties
+from deferred_init.errors import PlanError, listing
 from deferred_init.handlers.protocol import Request
 from deferred_init.loading.matching import WeightsRequest
 from deferred_init.recipe import Recipe
@@ -201,6 +202,13 @@ def wrapper_problems(inventory: Inventory) -> list[str]:
                     "around deferred parameters, of which it keeps its own records: "
                     f"materialize the bare model first, then {action}"
                 )
+    modules = [(site.fqn, site.module) for site in inventory.sites()]
+    for names in split_ties(modules):
+        problems.append(
+            f"{listing(names)} are one parameter, which FSDP2 was told to manage in "
+            "two groups: shard the modules that share it in one call, "
+            "`fully_shard([first, second])`"
+        )
     return problems
 
 

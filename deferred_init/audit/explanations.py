@@ -151,6 +151,26 @@ _TABLE: dict[str, tuple[str, str]] = {
         "that overflows.",
         "Find the writer: `verify='full'` tells unwritten memory apart.",
     ),
+    "wrapper-stale": (
+        "A parameter was replaced after `fully_shard`, which keeps records of its own.",
+        "Replace contents and keep the objects, or shard afterwards.",
+    ),
+    "tie-across-groups": (
+        "Two modules share a parameter and were sharded in two calls.",
+        "Shard them in one call: `fully_shard([embedding, head])`.",
+    ),
+    "replicas-differ": (
+        "Ranks drew from other seeds, or loaded other files.",
+        "Materialize on all ranks with one seed.",
+    ),
+    "shards-alike": (
+        "Each rank initialized its own shard, all with the same seed.",
+        "Materialize, which slices what one device would have made.",
+    ),
+    "ranks-missing": (
+        "`audit(verify='full')` of a sharded model was not called on every rank.",
+        "Call it on all of them.",
+    ),
 }
 
 EXPLANATIONS: Final[Mapping[str, Explanation]] = MappingProxyType(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-__all__ = ["fsdp_groups", "fsdp_params", "offload_devices"]
+__all__ = ["fsdp_groups", "fsdp_params", "offload_devices", "split_ties"]
 
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -49,3 +49,23 @@ def _groups_of(state: Any) -> list[Any]:
     if groups is None:
         groups = [getattr(state, "_fsdp_param_group", None)]
     return [group for group in groups if group is not None]
+
+
+def split_ties(modules: Sequence[tuple[str, nn.Module]]) -> list[list[str]]:
+    """Name parameters that were one tensor and that FSDP2 manages apart.
+
+    Args:
+        modules: All modules with their names.
+
+    Returns:
+        For each such tensor the names under which it is managed.
+    """
+    named = {id(module): fqn for fqn, module in modules}
+    held: dict[int, dict[int, str]] = {}
+    for param in fsdp_params(module for _, module in modules):
+        uid = getattr(param, "_orig_param_uid", None)  # torch 2.12 and later
+        if uid is not None:
+            owner, name = param._module_info.module, param._module_info.param_name
+            fqn = f"{named.get(id(owner), '?')}.{name}".lstrip(".")
+            held.setdefault(uid, {})[id(param.sharded_param)] = fqn
+    return [list(names.values()) for names in held.values() if len(names) > 1]

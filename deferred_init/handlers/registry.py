@@ -62,7 +62,10 @@ _ECOSYSTEMS = {
         "deferred_init.handlers.quantized",
         "deferred_init.te.audit_te",
     ),
-    "torch.distributed.tensor": ("deferred_init.handlers.dtensor",),
+    "torch.distributed.tensor": (
+        "deferred_init.handlers.dtensor",
+        "deferred_init.distributed.audit_ranks",
+    ),
     "deferred_init.record": ("deferred_init.handlers.recorded",),
 }
 _initializers: dict[type, Initializer] = {}
