@@ -19,12 +19,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import is_deferred, storage_key
+from deferred_init.aliases import storage_key
 from deferred_init.dry_run import WriteWatch
+from deferred_init.hollow import hollow
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["ProbeError", "Writes", "hollow", "probe_writes", "stand_in"]
+__all__ = ["ProbeError", "Writes", "probe_writes", "stand_in"]
 
 _MAX_DEPTH = 8
 
@@ -122,19 +123,6 @@ def stand_in(site: ModuleSite, memo: dict[int, Any]) -> nn.Module:
     return top
 
 
-def hollow(tensor: Tensor) -> Tensor:
-    """Return a meta tensor of its own; over the same meta storage if there is one."""
-    if is_deferred(tensor) and tensor.is_meta:
-        data = tensor.detach()
-    else:
-        data = torch.empty_strided(
-            tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
-        )
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(data, requires_grad=tensor.requires_grad)
-    return data
-
-
 class _Probe(WriteWatch):
     """A watch that refuses to write into memory that it did not see being made."""
 
@@ -151,13 +139,13 @@ class _Probe(WriteWatch):
                 info is not None
                 and info.is_write
                 and isinstance(value, Tensor)
-                and not value.is_meta
+                and value.device.type != "meta"
                 and storage_key(value) not in self._own
             ):
                 raise RuntimeError("it writes to a tensor outside of the module")
         result = super().__torch_dispatch__(func, types, args, kwargs)
         for value in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(value, Tensor) and not value.is_meta:
+            if isinstance(value, Tensor) and value.device.type != "meta":
                 inputs = {storage_key(a) for a in args if isinstance(a, Tensor)}
                 if storage_key(value) not in inputs:
                     self._own.add(storage_key(value))
