@@ -206,3 +206,34 @@ def test_a_failing_constructor_leaves_the_model_on_meta() -> None:
     assert all(tensor.is_meta for _, tensor in tensors(model))
     assert [vars(m).get("_is_hf_initialized") for m in model.modules()] == flags
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("way", ["torch.device", "to meta"])
+@pytest.mark.parametrize("rng", ["eager", "by_name"])
+def test_a_failure_in_the_middle_puts_everything_back(
+    way: str, rng: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from deferred_init import workspace
+
+    model = WAYS[way](builder("t5"))
+    before = {name: id(tensor) for name, tensor in tensors(model)}
+    calls = 0
+    original = workspace.exchange
+
+    def fail_late(old: torch.Tensor, new: torch.Tensor) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == 20:
+            raise RuntimeError("out of memory")
+        return original(old, new)
+
+    monkeypatch.setattr(workspace, "exchange", fail_late)
+    state = torch.get_rng_state()
+    with pytest.raises(di.MaterializeError, match="out of memory"):
+        di.materialize(model, "cpu", seed=5, rng=rng)
+    assert {name: id(tensor) for name, tensor in tensors(model)} == before
+    assert all(tensor.is_meta for _, tensor in tensors(model))
+    assert torch.equal(torch.get_rng_state(), state)
+    monkeypatch.undo()
+    di.materialize(model, "cpu", seed=5)
+    assert_same(model, eager(builder("t5"))[0])
