@@ -106,6 +106,7 @@ def look(
         for name, value in vars(optimizer).items():
             if name not in ("param_groups", "state", "defaults"):
                 walk.anything(value, f"optimizers[{index}].{name}", "optimizer")
+        walk.attributes()
     for index, holder in enumerate(holders):
         walk.anything(holder, f"holders[{index}]", "holder")
         walk.attributes()

@@ -78,7 +78,7 @@ def test_the_text_fits_100_columns_and_puts_findings_first() -> None:
     assert max(map(len, lines)) <= 100
     assert lines[0].startswith("Materialized: NOT READY, 1 error, 1 warning; 6 tensors")
     assert "4.00 TB" in " ".join(lines[:2])
-    assert lines[2].startswith("  x `layers.0.weight` [broken-tie] expected one object")
+    assert lines[1].startswith("  x `layers.0.weight` [broken-tie] expected one object")
     assert any(line.startswith("  ! `layers.1.weight`") for line in lines)
 
 
