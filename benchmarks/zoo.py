@@ -348,6 +348,9 @@ def run(args: argparse.Namespace) -> int:
     if args.sample:
         step = max(1, len(cases) // args.sample)
         cases = cases[::step][: args.sample]
+    if args.shard:
+        index, count = map(int, args.shard.split("/"))
+        cases = cases[index::count]
     done = _names_in(args.out) if args.out else set()
     counts: Counter[str] = Counter()
     for case in cases:
@@ -404,6 +407,7 @@ def main() -> int:
         command.add_argument("--mode", choices=sorted(MODES), default="record")
         command.add_argument("--sample", type=int, default=0)
         command.add_argument("--only", default="")
+        command.add_argument("--shard", default="", help="every n-th case: 3/16")
         command.add_argument("--limit", type=float, default=60.0, help="seconds a case")
     commands.add_parser("table").add_argument("files", type=Path, nargs="+")
     args = parser.parse_args()
