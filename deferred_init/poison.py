@@ -166,4 +166,4 @@ def _parts(integers: Tensor) -> tuple[Tensor, ...]:
     if integers.size(0) == 1:
         return _parts(integers[0])
     per_row = integers.numel() // integers.size(0)
-    return integers.split(max(1, _CHUNK // per_row))
+    return tuple(torch.split(integers, max(1, _CHUNK // per_row)))

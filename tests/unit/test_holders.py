@@ -48,9 +48,7 @@ def test_adagrad_state_is_made_with_its_initial_value_and_undone() -> None:
     deferred = torch.empty(3, device="meta")
     optimizer.state[param]["sum"] = deferred
     undo = UndoLog()
-    assert fill_optimizer_state([optimizer], undo.push) == [
-        "Adagrad.state[...]['sum']"
-    ]
+    assert fill_optimizer_state([optimizer], undo.push) == ["Adagrad.state[...]['sum']"]
     assert optimizer.state[param]["sum"].tolist() == [0.5, 0.5, 0.5]
     undo.rollback()
     assert optimizer.state[param]["sum"] is deferred
