@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
-from deferred_init import PlanError, Recipe, materialize, plan
+from deferred_init import PlanError, Recipe, deferred_init, materialize, plan
 from deferred_init.comparison import compare
 from deferred_init.handlers.recipe_rules import apply_init_rules
 
@@ -40,11 +41,12 @@ def _eager(build: type[nn.Module], recipe: str) -> tuple[nn.Module, torch.Tensor
     return model, torch.get_rng_state()
 
 
+@pytest.mark.parametrize("build", [_deferred, deferred_init])
 @pytest.mark.parametrize("recipe", ["gpt2", "llama", "mup", "small_init"])
 def test_a_scheme_gives_what_eager_construction_and_the_rules_give(
-    recipe: str,
+    recipe: str, build: Callable[[type[nn.Module]], nn.Module]
 ) -> None:
-    model = _deferred(Tiny)
+    model = build(Tiny)
     materialize(model, "cpu", recipe, seed=5)
     state = torch.get_rng_state()
     eager, eager_state = _eager(Tiny, recipe)
