@@ -62,7 +62,7 @@ class FuserRefresher:
 
 
 @functools.cache
-def _is_of_te(kind: type) -> bool:
+def _is_of_te(kind: Any) -> bool:
     return any(
         base.__module__.startswith("transformer_engine") for base in kind.__mro__
     )

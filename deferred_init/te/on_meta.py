@@ -102,9 +102,13 @@ class _AcceleratorToMeta(TorchFunctionMode):
             return args[0].to("meta")
         if kwargs.get("device") is not None and _is_accelerator(kwargs["device"]):
             kwargs["device"] = torch.device("meta")
-        if func is torch.Tensor.to and len(args) > 1:
-            if isinstance(args[1], (str, torch.device)) and _is_accelerator(args[1]):
-                args = (args[0], torch.device("meta"), *args[2:])
+        moves = func is torch.Tensor.to and len(args) > 1
+        if (
+            moves
+            and isinstance(args[1], (str, torch.device))
+            and _is_accelerator(args[1])
+        ):
+            args = (args[0], torch.device("meta"), *args[2:])
         return func(*args, **kwargs)
 
 
