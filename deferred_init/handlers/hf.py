@@ -96,8 +96,8 @@ class HFInitWeights:
             source=source,
             assumptions=(
                 f"the modules of {model_class} were constructed in the order of the "
-                "module tree and drew no random numbers but those of their known "
-                "initializers",
+                "module tree, drew no random numbers but those of their known "
+                "initializers, and were all there when it ran `initialize_weights`",
             ),
         )
 

@@ -95,6 +95,7 @@ def test_a_model_with_a_replaced_layer_is_made_along_its_tree() -> None:
     assert torch.equal(model.model.norm.weight, torch.ones(32))
     assert abs(model.model.layers[0].mlp.up_proj.weight.std().item() - 0.02) < 0.002
     assert model.lm_head.weight.isfinite().all()
+    assert any("in the order of the module tree" in t for t in report.assumptions)
     inner = {step.module_class: step.initializer for step in report.steps}
     assert inner["MistralModel"] == "transformers constructor"
 
