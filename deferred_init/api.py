@@ -284,7 +284,7 @@ def _execute(
         progress_bar(the_plan, progress) as on_step,
     ):
         execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
-        if request.rng == "by_name":
+        if request.rng == "by_name" or not request.draws_unneeded:
             generators.restore()
         hand_over(the_plan, workspace.current)
         for text in fill_optimizer_state(optimizers, workspace.on_undo):

@@ -60,6 +60,8 @@ class TEModuleInit:
 
     name = "te.modules"
     composite = False
+    makes_representation = True
+    """Quantized storage and tensor-parallel attributes, also where values are loaded."""
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request

@@ -42,6 +42,8 @@ class BasicOpInit:
 
     name = "te.ops"
     composite = False
+    makes_representation = True
+    """Quantized storage, also where values are loaded."""
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request

@@ -72,6 +72,12 @@ class Destinations:
     def make(self, load: Load, infos: Mapping[str, TensorInfo]) -> Destination:
         """Make the memory for one tensor."""
         slot = load.target.slot
+        if slot.key not in slot.container:
+            raise RuntimeError(
+                f"`{load.target.name}` became part of another parameter when its "
+                "module was initialized, so that nothing can be loaded into it: "
+                "load the weights after `materialize`, by the module's own method"
+            )
         tensor: Tensor = slot.read()
         if is_deferred(tensor):
             final = self._final_class(tensor)
@@ -167,6 +173,9 @@ def _arrive(tensor: Tensor, values: Tensor) -> None:
             return
     with torch.no_grad():
         tensor.copy_(values)
+    if hasattr(tensor, "_high_precision_init_val"):
+        # Transformer Engine hands it to the optimizer as the master weight.
+        tensor._high_precision_init_val = values.detach().cpu()
 
 
 def _region(tensor: Tensor) -> Sequence[Segments]:
