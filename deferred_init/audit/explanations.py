@@ -151,6 +151,33 @@ _TABLE: dict[str, tuple[str, str]] = {
         "that overflows.",
         "Find the writer: `verify='full'` tells unwritten memory apart.",
     ),
+    "te-fuser-stale": (
+        "Transformer Engine's operation fuser lists parameters once, at its first use; "
+        "they were replaced since.",
+        "Let the next forward build the fuser again.",
+    ),
+    "te-alias-broken": (
+        "A fused operation shows its basic operation's parameter under a second name, "
+        "and one of the two was replaced.",
+        "Assign the basic operation's parameter to the fused one.",
+    ),
+    "te-columnwise-missing": (
+        "The weight was quantized under `torch.no_grad()` or for inference; backward "
+        "reads the column-wise copy.",
+        "Materialize with grad mode on.",
+    ),
+    "te-columnwise-stale": (
+        "One copy of a quantized weight was written without the other.",
+        "Quantize the weight again, both ways.",
+    ),
+    "te-quantizer-mismatch": (
+        "Weights were quantized by one recipe, the module trains with another.",
+        "Materialize with the recipe of the training.",
+    ),
+    "te-amax-registered-twice": (
+        "Modules were set up twice for delayed scaling.",
+        "`FP8GlobalStateManager.reset()` before training starts.",
+    ),
     "wrapper-stale": (
         "A parameter was replaced after `fully_shard`, which keeps records of its own.",
         "Replace contents and keep the objects, or shard afterwards.",

@@ -48,7 +48,9 @@ class _Counts:
 def padding_rows(scene: Scene) -> Iterator[Finding]:
     """Find embeddings whose padding row is not zero."""
     counts = _Counts()
-    num_places = Counter(id(place.tensor) for place in scene.graph.places)
+    num_places = Counter(
+        id(place.tensor) for place in scene.graph.places if place.kind == "parameter"
+    )
     for place in scene.graph.places:
         if place.kind != "parameter" or place.name != "weight":
             continue
