@@ -9,7 +9,8 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
 
 from torch import nn
 
@@ -18,21 +19,30 @@ __all__ = ["calls_of", "init_methods", "writes_of"]
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
 # Their code belongs to frameworks that have initializers of their own.
 _FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
+T = TypeVar("T")
 _WRITING_NAMES = frozenset({"apply", "copy_", "data", "fill_"})
 
 
-def init_methods(module: nn.Module) -> tuple[tuple[str, ...], bool]:
-    """Return the names of the init methods to run, and whether that is certain.
+def _by_type(function: Callable[[type], T]) -> Callable[[type], T]:
+    """Remember the result for each type; bounded, since it keeps types alive."""
+    cached: Any = functools.lru_cache(maxsize=4096)(function)
+    result: Callable[[type], T] = cached
+    return result
+
+
+@_by_type
+def init_methods(module_type: type) -> tuple[tuple[str, ...], bool]:
+    """Return the names of a class's init methods to run, and whether that is certain.
 
     The methods that a constructor of the class calls, in the order of the calls;
     if it calls none, the first that there is, which is then not certain.
     """
-    found = tuple(name for name in _METHODS if _is_own_method(module, name))
-    called = tuple(name for name in calls_of(type(module)) if name in found)
+    found = tuple(name for name in _METHODS if _is_own_method(module_type, name))
+    called = tuple(name for name in calls_of(module_type) if name in found)
     return (called, True) if called else (found[:1], False)
 
 
-@functools.lru_cache(maxsize=4096)
+@_by_type
 def calls_of(module_type: type) -> tuple[str, ...]:
     """Return the names that the constructors use, also in methods that they call."""
     seen: dict[str, None] = {}
@@ -45,6 +55,7 @@ def calls_of(module_type: type) -> tuple[str, ...]:
     return tuple(seen)
 
 
+@_by_type
 def writes_of(module_type: type) -> tuple[str, ...]:
     """Return the names in user constructors that hint at values written there."""
     seen: dict[str, None] = {}
@@ -96,18 +107,17 @@ def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
             yield from _nested(constant)
 
 
-def _is_own_method(module: nn.Module, name: str) -> bool:
+def _is_own_method(module_type: type, name: str) -> bool:
     """Whether a method exists, is not a framework's, and needs no argument."""
-    method = getattr(module, name, None)
-    function = getattr(method, "__func__", method)
-    if not callable(method) or not isinstance(function, types.FunctionType):
+    function = inspect.getattr_static(module_type, name, None)
+    if not isinstance(function, types.FunctionType):
         return False
     if function.__module__.startswith(_FOREIGN):
         return False
     required = [
         one
-        for one in inspect.signature(method).parameters.values()
+        for one in inspect.signature(function).parameters.values()
         if one.default is one.empty
         and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
     ]
-    return not required
+    return len(required) == 1  # `self`

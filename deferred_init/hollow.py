@@ -59,10 +59,10 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 class _HollowTensor(Tensor):
-    is_meta = property(_is_meta)  # type: ignore[assignment]
-    __torch_function__ = classmethod(_torch_function)
+    is_meta = property(_is_meta)
+    __torch_function__: Any = classmethod(_torch_function)
 
 
 class _HollowParameter(nn.Parameter):
-    is_meta = property(_is_meta)  # type: ignore[assignment]
-    __torch_function__ = classmethod(_torch_function)
+    is_meta = property(_is_meta)
+    __torch_function__: Any = classmethod(_torch_function)

@@ -26,7 +26,7 @@ class NotKnown(Exception):
 def parametrized_tensors(module: nn.Module) -> list[str]:
     """Return the names of the tensors that are computed, in registration order."""
     if parametrize.is_parametrized(module):
-        return list(module.parametrizations)  # type: ignore[arg-type]
+        return list(_lists(module))
     return [hook.name for hook in norm_hooks(module)]
 
 
@@ -42,12 +42,14 @@ def plain_stand_in(module: nn.Module, device: torch.device) -> nn.Module:
     table of the module, are shared.
     """
     kind = parametrize.type_before_parametrizations(module)
-    plain: nn.Module = kind.__new__(kind)
+    plain: nn.Module = object.__new__(kind)
     for name, value in vars(module).items():
         copied = value.copy() if isinstance(value, (dict, set)) else value
         vars(plain)[name] = copied
     plain._modules.pop(_PARAMETRIZATIONS, None)
-    tensors = [(name, _weight_of(module, name)) for name in parametrized_tensors(module)]
+    tensors = [
+        (name, _weight_of(module, name)) for name in parametrized_tensors(module)
+    ]
     for hook in norm_hooks(module):
         for suffix in ("_g", "_v", "_u", "_orig"):
             plain._parameters.pop(hook.name + suffix, None)
@@ -81,7 +83,7 @@ def again(module: nn.Module, plain: nn.Module, *, check_only: bool = False) -> N
         NotKnown: If a parametrization holds tensors and is not one of torch's.
     """
     if parametrize.is_parametrized(module):
-        for name, listed in module.parametrizations.items():  # type: ignore[operator]
+        for name, listed in _lists(module).items():
             for one in listed:
                 _register(one, listed.unsafe, plain, name, check_only)
     if check_only:
@@ -103,8 +105,8 @@ def take_missing_buffers(module: nn.Module, plain: nn.Module) -> None:
     """
     if not parametrize.is_parametrized(module):
         return
-    for name, listed in module.parametrizations.items():  # type: ignore[operator]
-        made = plain.parametrizations[name]  # type: ignore[index]
+    for name, listed in _lists(module).items():
+        made = _lists(plain)[name]
         for one, other in zip(listed, made, strict=True):
             for key, buffer in other._buffers.items():
                 if buffer is not None and one._buffers.get(key, buffer) is None:
@@ -122,6 +124,11 @@ def restored(module: nn.Module, name: str) -> Tensor:
         computed = hook.compute_weight(module)
     assert isinstance(computed, Tensor)
     return computed
+
+
+def _lists(module: nn.Module) -> Any:
+    """Return the `ModuleDict` of parametrization lists."""
+    return module.parametrizations
 
 
 def _register(
@@ -168,11 +175,13 @@ def _apply_weight_norm(plain: nn.Module, hook: WeightNorm) -> None:
 def _weight_of(module: nn.Module, name: str) -> Tensor:
     """Return a tensor with the geometry of the one that was parametrized."""
     if parametrize.is_parametrized(module):
-        listed = module.parametrizations[name]  # type: ignore[index]
+        listed = _lists(module)[name]
         if listed.is_tensor:
-            return listed.original  # type: ignore[no-any-return]
+            original: Tensor = listed.original
+            return original
         if isinstance(listed[0], parametrizations_of_torch._WeightNorm):
-            return listed.original1  # type: ignore[no-any-return]
+            direction: Tensor = listed.original1
+            return direction
         raise NotKnown(
             f"the parametrization `{type(listed[0]).__name__}` makes several tensors "
             f"of `{name}`"

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import types
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,9 +25,11 @@ from deferred_init.hollow import hollow
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["ProbeError", "Writes", "probe_writes", "stand_in"]
+__all__ = ["Names", "ProbeError", "Writes", "likeness", "probe_writes", "stand_in"]
 
 _MAX_DEPTH = 8
+Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+_INTERNALS = frozenset(vars(nn.Module()))
 
 
 class ProbeError(Exception):
@@ -47,6 +49,42 @@ class Writes:
     filled: tuple[Slot, ...]
     touched: tuple[Slot, ...]
     real: tuple[Slot, ...]
+
+    @property
+    def names(self) -> Names:
+        """The names of the slots, which keep no module alive."""
+        kinds = (self.filled, self.touched, self.real)
+        first, second, third = (tuple(s.name for s in slots) for slots in kinds)
+        return first, second, third
+
+    @staticmethod
+    def on(site: ModuleSite, names: Names) -> Writes:
+        """Return what the names stand for in a module that is alike."""
+        by_name = {slot.name: slot for slot in site.slots}
+        filled, touched, real = (tuple(by_name[n] for n in kind) for kind in names)
+        return Writes(filled=filled, touched=touched, real=real)
+
+
+def likeness(site: ModuleSite) -> Hashable | None:
+    """Return a key that is equal for modules on which a method does the same.
+
+    None where that cannot be told: for modules with children, or with attributes
+    other than numbers, strings and tensors of their own.
+    """
+    module = site.module
+    if site.children or len({id(s.tensor) for s in site.slots}) != len(site.slots):
+        return None
+    slots: list[Any] = []
+    for slot in site.slots:
+        one = slot.tensor
+        if slot.kind not in (SlotKind.PARAMETER, SlotKind.BUFFER):
+            return None
+        slots.append((slot.name, type(one), one.size(), one.stride(), one.dtype))
+        slots.append((slot.deferred, one.requires_grad, one.storage_offset()))
+    values = [(k, v) for k, v in vars(module).items() if k not in _INTERNALS]
+    if not all(type(v) in (int, float, str, bool, type(None)) for _, v in values):
+        return None
+    return (type(module), tuple(slots), tuple((k, type(v), v) for k, v in values))
 
 
 def probe_writes(site: ModuleSite, call: Callable[[nn.Module], object]) -> Writes:
@@ -86,8 +124,9 @@ def _probe(
     filled, touched, real = [], [], []
     for slot in slots:
         now = _now(slot, memo)
-        replaced = now is None or storage_key(now) != before[id(slot.tensor)]
-        if not replaced and storage_key(now) not in watch.written:
+        key = None if now is None else storage_key(now)
+        replaced = now is None or key != before[id(slot.tensor)]
+        if not replaced and key not in watch.written:
             continue
         if not slot.deferred:
             real.append(slot)
@@ -162,11 +201,13 @@ def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
     if depth > _MAX_DEPTH:
         return value
     if isinstance(value, functools.partial):
-        parts = [_copy(part, memo, depth + 1) for part in (value.func, *value.args)]
+        parts: Any = [_copy(p, memo, depth + 1) for p in (value.func, *value.args)]
         named = {k: _copy(v, memo, depth + 1) for k, v in value.keywords.items()}
-        return functools.partial(*parts, **named)
-    if type(value) in (list, set, tuple):
-        return type(value)(_copy(item, memo, depth + 1) for item in value)
+        again: Any = functools.partial(parts[0], *parts[1:], **named)
+        return again
+    kind: Any = type(value)
+    if kind in (list, set, tuple):
+        return kind(_copy(item, memo, depth + 1) for item in value)
     if isinstance(value, dict):
         made = value.copy()
         made.update((k, _copy(v, memo, depth + 1)) for k, v in value.items())

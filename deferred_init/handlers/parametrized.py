@@ -86,9 +86,7 @@ class Parametrized:
             left = [slot.fqn for slot in slots if slot.deferred]
             return _problem(site, slots, f"only a part of it is loaded; not {left}")
         if method is None:
-            return _problem(
-                site, slots, f"`{kind.__name__}` has no `reset_parameters`"
-            )
+            return _problem(site, slots, f"`{kind.__name__}` has no `reset_parameters`")
         try:
             _dry_run(module, method)
         except NotKnown as error:
@@ -104,7 +102,9 @@ class Parametrized:
                 f"the parametrizations of {kind.__name__} modules were registered "
                 "right after their construction",
             ),
-            scratch_bytes=sum(s.tensor.numel() * s.tensor.element_size() for s in slots),
+            scratch_bytes=sum(
+                s.tensor.numel() * s.tensor.element_size() for s in slots
+            ),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:
@@ -137,7 +137,7 @@ def _dry_run(module: nn.Module, method: str) -> None:
 
 def _method(module: nn.Module, kind: type[nn.Module]) -> str | None:
     """Return the init method of the class: torch's own or a user's."""
-    names, _ = init_methods(module)
+    names, _ = init_methods(kind)
     if names:
         return names[0]
     return next((name for name in _TORCH_METHODS if hasattr(kind, name)), None)

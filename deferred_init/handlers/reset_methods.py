@@ -13,7 +13,7 @@ eager construction did not draw.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
@@ -24,12 +24,13 @@ from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.reparametrized import is_reparametrized
 from deferred_init.slots import ModuleSite, Slot
-from deferred_init.write_probe import ProbeError, probe_writes
+from deferred_init.write_probe import Names, ProbeError, Writes, likeness, probe_writes
 
 __all__ = ["ResetMethods"]
 
 _PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _HOOK = "_init_weights"
+_MAX_KNOWN = 256
 
 
 class ResetMethods:
@@ -41,13 +42,14 @@ class ResetMethods:
     def __init__(self) -> None:
         self._real: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
         self._real = WeakKeyDictionary()
+        self._known: dict[Hashable, Names] = {}
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
     ) -> Claim | None:
         """Claim what the methods would fill, and rewrite what they would change."""
         module = site.module
-        if is_reparametrized(module):
+        if type(module).__module__.startswith("torch.nn.") or is_reparametrized(module):
             return None
         calls, certain = _calls(module)
         wanted = [*pending, *_in_containers(site)]
@@ -55,7 +57,7 @@ class ResetMethods:
             return _only_hints(module)
         source = f"{type(module).__name__}.{', '.join(calls)}"
         try:
-            writes = probe_writes(site, lambda twin: _run_all(twin, calls))
+            writes = self._probe(site, calls)
         except ProbeError as error:
             return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
         if not writes.filled and not writes.touched:
@@ -67,6 +69,18 @@ class ResetMethods:
             source=source,
             assumptions=tuple(_assumptions(module, calls, certain)),
         )
+
+    def _probe(self, site: ModuleSite, calls: tuple[str, ...]) -> Writes:
+        """Try the methods; once for all modules that are made alike."""
+        key = likeness(site)
+        if key is None:
+            return probe_writes(site, lambda twin: _run_all(twin, calls))
+        if key not in self._known:
+            if len(self._known) >= _MAX_KNOWN:
+                self._known.clear()
+            writes = probe_writes(site, lambda twin: _run_all(twin, calls))
+            self._known[key] = writes.names
+        return Writes.on(site, self._known[key])
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Run the methods in place, with tensors that are real out of their reach."""
@@ -81,7 +95,7 @@ class ResetMethods:
 
 def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
     """The methods to run; `self.apply(self._init_weights)` counts as one."""
-    names, certain = init_methods(module)
+    names, certain = init_methods(type(module))
     used = calls_of(type(module))
     if not certain and _HOOK in used and "apply" in used and hasattr(module, _HOOK):
         return (_HOOK,), True
@@ -90,7 +104,7 @@ def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
 
 def _run_all(module: nn.Module, calls: tuple[str, ...]) -> None:
     for name in calls:
-        if name == _HOOK and name not in init_methods(module)[0]:
+        if name == _HOOK and name not in init_methods(type(module))[0]:
             module.apply(getattr(module, name))
         else:
             getattr(module, name)()

@@ -67,9 +67,8 @@ class TorchNN:
         """Claim what the class's own method fills; with no slots for its draws."""
         module = site.module
         known = next(base for base in type(module).__mro__ if base in _FILLED)
-        if not _inherits(module, known, "reset_parameters") or is_reparametrized(
-            module
-        ):
+        inherited = _inherits(module, known, "reset_parameters")
+        if not inherited or is_reparametrized(module):
             return None
         names = _FILLED[known]
         if isinstance(module, nn.RNNBase):
@@ -94,7 +93,7 @@ class TorchNN:
         """Fill in place; on CUDA, lay an RNN's weights out as its constructor does."""
         module = step.site.module
         with workspace.filling(step):
-            module.reset_parameters()
+            getattr(module, "reset_parameters")()  # noqa: B009 - typed as a Tensor
         if isinstance(module, nn.RNNBase) and workspace.request.device.type == "cuda":
             module.flatten_parameters()
 
@@ -111,9 +110,8 @@ class MultiheadAttentionInit:
         """Claim its own tensors and rewrite the bias of `out_proj`."""
         module = site.module
         known = nn.MultiheadAttention
-        if not _inherits(module, known, "_reset_parameters") or is_reparametrized(
-            module
-        ):
+        inherited = _inherits(module, known, "_reset_parameters")
+        if not inherited or is_reparametrized(module):
             return None
         projection = next(
             (c for c in site.children if c.module is module.out_proj), None
@@ -167,8 +165,8 @@ class LazyModules:
             slots=pending,
             problems=(
                 f"{len(lazy)} tensors of the lazy module `{site.fqn or kind}` "
-                f"(`{kind}`) have no shape yet: {listing([s.fqn for s in lazy])}. Run a "
-                "forward with a dummy input on the meta device first, or give the "
+                f"(`{kind}`) have no shape yet: {listing([s.fqn for s in lazy])}. Run "
+                "a forward with a dummy input on the meta device first, or give the "
                 "sizes and use the class that is not lazy",
             ),
         )

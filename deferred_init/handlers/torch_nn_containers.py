@@ -83,7 +83,9 @@ class TransformerStack:
             layers.update((id(module), index) for module in layer.modules())
         claimed: set[int] = set()
         parts = tuple(
-            _Part(site=one, initializer=who, claim=claim, layer=layers.get(id(one.module)))
+            _Part(
+                site=one, initializer=who, claim=claim, layer=layers.get(id(one.module))
+            )
             for one, who, claim in _claims_below(site, request, claimed)
         )
         if not parts:

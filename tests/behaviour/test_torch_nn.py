@@ -252,9 +252,7 @@ def test_an_rnn_keeps_its_flat_weights_the_same_objects_and_runs() -> None:
     assert all(a is b for a, b in zip(model._flat_weights, flat, strict=True))
     assert all(
         a is b
-        for a, b in zip(
-            model._flat_weights, [p for p in model.parameters()], strict=True
-        )
+        for a, b in zip(model._flat_weights, list(model.parameters()), strict=True)
     )
     x = torch.ones(2, 1, 3)
     assert torch.equal(model(x)[0], expected(x)[0])

@@ -80,10 +80,10 @@ CASES: dict[str, Callable[[], nn.Module]] = {
     "weight_norm+spectral_norm": lambda: parametrizations.spectral_norm(
         parametrizations.weight_norm(nn.Linear(3, 4)), name="bias"
     ),
-    "stateless": lambda: parametrize.register_parametrization(
-        nn.Linear(4, 4), "weight", Symmetric()
-    )
-    or nn.Identity(),
+    "stateless": lambda: (
+        parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+        or nn.Identity()
+    ),
     "old-weight_norm": lambda: old_weight_norm(nn.Linear(3, 4)),
     "old-weight_norm-dim-None": lambda: old_weight_norm(nn.Conv1d(3, 4, 2), dim=None),
     "old-spectral_norm": lambda: old_spectral_norm(nn.Linear(3, 4)),
@@ -141,7 +141,9 @@ def test_gradients_reach_the_parameters_below_an_old_weight_norm() -> None:
 
 
 @pytest.mark.parametrize("shape", [(3, 3), (3, 5)])
-def test_an_orthogonal_module_moved_to_meta_equals_eager(shape: tuple[int, int]) -> None:
+def test_an_orthogonal_module_moved_to_meta_equals_eager(
+    shape: tuple[int, int],
+) -> None:
     torch.manual_seed(4)
     expected = parametrizations.orthogonal(nn.Linear(*shape))
     model = parametrizations.orthogonal(nn.Linear(*shape)).to("meta")

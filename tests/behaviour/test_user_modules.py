@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from typing import Any
 
 import pytest
@@ -443,3 +445,31 @@ def test_a_plain_tensor_attribute_is_filled() -> None:
     di.materialize(model, "cpu")
     assert model.scale is scale
     assert scale.eq(3).all()
+
+
+class Flagged(nn.Module):
+    def __init__(self, zero: bool) -> None:
+        super().__init__()
+        self.zero = zero
+        self.weight = nn.Parameter(torch.empty(3))
+        self.register_buffer("table", torch.zeros(3))
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        if self.zero:
+            nn.init.zeros_(self.table)
+
+
+def test_modules_that_differ_in_a_flag_are_tried_apart() -> None:
+    model = on_meta(lambda: nn.Sequential(Flagged(True), Flagged(False)))  # type: ignore[arg-type]
+    with pytest.raises(di.PlanError, match=r"^1 tensor has no .*: `1.table`"):
+        di.materialize(model, "cpu", seed=1)
+
+
+def test_a_plan_keeps_no_model_alive() -> None:
+    model = on_meta(Fused)
+    reference = weakref.ref(model)
+    di.plan(model, "cpu")
+    del model
+    gc.collect()
+    assert reference() is None
