@@ -40,8 +40,7 @@ class Construction:
 
     def build(self, model: nn.Module) -> nn.Module:
         """Construct the model anew, on the current default device."""
-        with warnings.catch_warnings(), _default_dtype(self.dtype), _patches():
-            warnings.simplefilter("ignore")  # seen when the model was built
+        with _quiet(), _default_dtype(self.dtype), _patches():
             config = copy.deepcopy(model.config)
             twin: nn.Module = type(model)(config, **self.options)
         return twin
@@ -102,6 +101,21 @@ def _as_dtype(value: Any) -> torch.dtype | None:
     if isinstance(value, str):
         value = getattr(torch, value, None)
     return value if isinstance(value, torch.dtype) else None
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Suppress warnings, which were seen when the model was built."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.set_verbosity(before)
 
 
 @contextmanager

@@ -200,3 +200,20 @@ def test_full_verification_finds_what_a_constructor_forgets_to_fill() -> None:
     model = on_meta(lambda: Forgetful(CONFIGS["gpt2"]()))
     with pytest.raises(di.AuditError, match="`scale`"):
         di.materialize(model, "cpu", seed=5, verify="full")
+
+
+def test_a_second_construction_repeats_no_warnings(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    logger = hf.utils.logging.get_logger("transformers.talking")
+
+    class Talking(hf.GPT2Model):
+        def __init__(self, config: hf.GPT2Config) -> None:
+            super().__init__(config)
+            logger.warning("built")
+
+    model = on_meta(lambda: Talking(CONFIGS["gpt2"]()))
+    assert [record.message for record in caplog.records] == ["built"]
+    di.materialize(model, "cpu", seed=5)
+    logger.warning("after")
+    assert [record.message for record in caplog.records] == ["built", "after"]
