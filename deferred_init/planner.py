@@ -108,7 +108,7 @@ class _Claims:
         self._inventory = inventory
         self._request = request
         self._weights = weights
-        self._reserved = _reserved(weights)
+        self._reserved = _reserved(inventory, weights)
         self.claimed |= self._reserved
         self._settled |= self._reserved
 
@@ -212,16 +212,17 @@ class _Claims:
         return tuple(unique.values())
 
 
-def _reserved(weights: CheckpointInitializer | None) -> set[int]:
+def _reserved(inventory: Inventory, weights: CheckpointInitializer | None) -> set[int]:
     """Tensors that nobody but the checkpoint writes; see its note."""
     if weights is None or weights.draws_all:
         return set()
     return {
-        id(slot.tensor)
-        for slot in weights.loaded
+        id(loaded.tensor)
+        for loaded in weights.loaded
         if not any(
-            getattr(each, "makes_representation", False)
-            for each in initializers_for(type(slot.owner))
+            getattr(initializer, "makes_representation", False)
+            for slot in inventory.slots_of(loaded.tensor)
+            for initializer in initializers_for(type(slot.owner))
         )
     }
 
