@@ -62,8 +62,9 @@ def changed_membership(scene: Scene) -> Iterator[Finding]:
         lost = [
             fqn
             for group, wanted in zip(optimizer.param_groups, names, strict=False)
-            for param, fqn in _paired(group["params"], wanted)
-            if fqn is not None and (fqn not in now or now[fqn].tensor is not param)
+            for held in [{id(param) for param in group["params"]}]
+            for fqn in wanted
+            if fqn is not None and not _is_held(fqn, now, held, scene)
         ]
         if lost:
             yield Finding(
@@ -73,6 +74,13 @@ def changed_membership(scene: Scene) -> Iterator[Finding]:
                 f"{len(lost)} of them are not in their place: {listing(lost)}; they "
                 "would never be trained. Build the optimizer again",
             )
+
+
+def _is_held(fqn: str, now: Any, held: set[int], scene: Scene) -> bool:
+    """Whether the tensor of a name, or what it was joined into, is in a group."""
+    if fqn not in now:
+        return fqn in scene.rebound
+    return id(now[fqn].tensor) in held
 
 
 @register_detector
@@ -186,14 +194,6 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
     for number, group in enumerate(optimizer.param_groups):
         for position, param in enumerate(group["params"]):
             yield number, position, param
-
-
-def _paired(
-    params: list[Tensor], names: tuple[str | None, ...]
-) -> Iterator[tuple[Tensor | None, str | None]]:
-    """Pair names with what stands in their position, None where nothing does."""
-    for position, name in enumerate(names):
-        yield params[position] if position < len(params) else None, name
 
 
 def _model_parameters(scene: Scene) -> Iterator[Tensor]:

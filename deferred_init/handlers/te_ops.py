@@ -131,7 +131,8 @@ class FusedOpAliases:
             if alias in claim.slots and own in claim.rewrites:
                 workspace.rebind((alias,), own.read())
             elif alias in claim.slots:
-                _take_back(alias, own.read(), [own], workspace)
+                workspace.adopt(alias, own.read())
+                workspace.rebind((own,), alias.read())
             elif own in claim.rewrites:
                 workspace.rebind((own,), alias.read())
 
@@ -159,27 +160,27 @@ class StaleFuserParameters:
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Exchange contents, and put the old objects back into their ops."""
-        actual = {id(tensor): (tensor, op) for tensor, op in _stale(step.site.module)}
+        actual = {id(cached): made for cached, made in _stale(step.site.module)}
+        places = {
+            id(slot.tensor): slot
+            for site in step.site.post_order()
+            for slot in site.slots
+            if slot.kind is SlotKind.PARAMETER
+        }
         for slot in step.claim.slots:
-            _, (op, name) = actual[id(slot.tensor)]
-            made = op._parameters[name]
+            made = actual[id(slot.tensor)]
             workspace.adopt(slot, made)
-            if not slot.tensor.is_meta:
-                op._parameters[name] = slot.tensor
+            workspace.rebind((places[id(made)],), slot.read())
 
 
-def _stale(module: nn.Module) -> list[tuple[Tensor, tuple[Any, str]]]:
-    """Pair each stale cached tensor with the op, and the name, that it stood for."""
-    found = []
-    for fuser in find_fusers([module]):
-        for index, position, cached, now in stale_parameters(fuser):
-            op = fuser._basic_ops[index]
-            if now is None or now.is_meta or not cached.is_meta:
-                continue
-            names = [name for name, param in op.named_parameters()]
-            if names[position] in op._parameters:
-                found.append((cached, (op, names[position])))
-    return found
+def _stale(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
+    """Pair each cached tensor without memory with the one that its op has now."""
+    return [
+        (cached, now)
+        for fuser in find_fusers([module])
+        for _, _, cached, now in stale_parameters(fuser)
+        if now is not None and cached.is_meta and not now.is_meta
+    ]
 
 
 def _run_hook(step: Step, workspace: Workspace) -> None:
@@ -228,16 +229,6 @@ def _check_device(slots: list[Slot], device: torch.device) -> None:
                 f"the hook of {type(slot.owner).__name__} made `{slot.name}` on "
                 f"{made.device}, expected {device}: make it use the default device"
             )
-
-
-def _take_back(
-    old: Slot, made: Tensor, places: list[Slot], workspace: Workspace
-) -> None:
-    """Give an old object the contents of a newer one, and the newer one's places."""
-    workspace.adopt(old, made)
-    if not old.tensor.is_meta:
-        for place in places:
-            place.write(old.tensor)
 
 
 def _method(op: Any, device: torch.device) -> str | None:

@@ -1,0 +1,58 @@
+"""Tests with the real Transformer Engine on a machine without a GPU.
+
+Where TE's constructors ask whether there is a GPU, the fixture `te` answers yes; the
+modules then live on meta or on the CPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+# Read by TE whenever a grouped layer is built.
+os.environ.setdefault("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import transformer_engine.pytorch as _te
+except (ImportError, OSError) as error:
+    _te = None
+    _WHY = f"Transformer Engine cannot be imported: {error}"
+else:
+    _WHY = ""
+
+if _te is None:
+    # CI sets this so that a broken installation cannot pass as a skip.
+    if os.environ.get("DEFERRED_INIT_REQUIRE_TE"):
+        raise RuntimeError(_WHY)
+    collect_ignore_glob = ["test_te_o*.py", "test_te_m*.py", "test_te_a*.py"]
+    collect_ignore_glob += ["test_te_f*.py", "test_te_g*.py", "test_te_p*.py"]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Transformer Engine warns of its own deprecations and experiments.
+    config.addinivalue_line("filterwarnings", "ignore::Warning:transformer_engine")
+    config.addinivalue_line("filterwarnings", "ignore:.*GroupedLinear.*:UserWarning")
+
+
+@pytest.fixture
+def te(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Transformer Engine, which believes for the time of the test in a GPU."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    return _te
+
+
+@pytest.fixture
+def bare_te() -> Any:
+    """Transformer Engine as it is, without that belief."""
+    return _te
