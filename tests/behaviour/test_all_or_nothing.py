@@ -74,7 +74,7 @@ def _is_dry_run(argument: Any) -> bool:
     """Whether an init function is being tried on meta while the plan is made."""
     if isinstance(argument, nn.Module):
         argument = next(argument.buffers(), next(argument.parameters(), None))
-    return isinstance(argument, torch.Tensor) and argument.is_meta
+    return isinstance(argument, torch.Tensor) and argument.device.type == "meta"
 
 
 def _fail_at(count: int, function: Callable[..., Any]) -> Callable[..., Any]:
