@@ -205,9 +205,9 @@ def _copy(value: Any, memo: dict[int, Any], depth: int) -> Any:
         named = {k: _copy(v, memo, depth + 1) for k, v in value.keywords.items()}
         again: Any = functools.partial(parts[0], *parts[1:], **named)
         return again
-    kind: Any = type(value)
-    if kind in (list, set, tuple):
-        return kind(_copy(item, memo, depth + 1) for item in value)
+    if type(value) in (list, set, tuple):
+        container: Any = type(value)
+        return container(_copy(item, memo, depth + 1) for item in value)
     if isinstance(value, dict):
         made = value.copy()
         made.update((k, _copy(v, memo, depth + 1)) for k, v in value.items())
