@@ -29,7 +29,7 @@ from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizat
 
 from deferred_init.constructor_names import init_methods
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
-from deferred_init.handlers.registry import add_initializer
+from deferred_init.handlers.registry import add_initializer, construction_order
 from deferred_init.parametrize_again import (
     NotKnown,
     again,
@@ -74,8 +74,8 @@ class Parametrized:
     ) -> Claim | None:
         """Claim the tensors of the module and of its parametrizations."""
         module = site.module
-        if not is_reparametrized(module):
-            return None
+        if not is_reparametrized(module) or construction_order(module) is not None:
+            return None  # nothing of it, or a recording knows better
         targets = tuple(_targets(site))
         if not targets or not all(_is_plain(slot.tensor) for slot, _ in targets):
             return None
