@@ -62,7 +62,7 @@ def changed_membership(scene: Scene) -> Iterator[Finding]:
         lost = [
             fqn
             for group, wanted in zip(optimizer.param_groups, names, strict=False)
-            for held in [{id(param) for param in group["params"]}]
+            for held in ({id(param) for param in group["params"]},)
             for fqn in wanted
             if fqn is not None and not _is_held(fqn, now, held, scene)
         ]
@@ -74,6 +74,28 @@ def changed_membership(scene: Scene) -> Iterator[Finding]:
                 f"{len(lost)} of them are not in their place: {listing(lost)}; they "
                 "would never be trained. Build the optimizer again",
             )
+        for number, wanted in enumerate(names):
+            positions = _positions(optimizer, number, wanted, scene)
+            if positions != sorted(positions):
+                yield Finding(
+                    code="optimizer-order",
+                    fqn=f"optimizers[{index}].param_groups[{number}]",
+                    message="expected its parameters in the order in which it was "
+                    "built, found another; a saved optimizer state, which goes by "
+                    "position, would be loaded for the wrong ones. Put them in order",
+                )
+
+
+def _positions(
+    optimizer: Optimizer, number: int, wanted: tuple[str | None, ...], scene: Scene
+) -> list[int]:
+    """Where the parameters of some names stand in a group now."""
+    group = optimizer.param_groups[number]["params"]
+    places = {id(param): position for position, param in enumerate(group)}
+    now = scene.graph.by_fqn
+    present = (n for n in wanted if n in now and n not in scene.rebound)
+    ids = (id(now[name].tensor) for name in present if name is not None)
+    return [places[key] for key in ids if key in places]
 
 
 def _is_held(fqn: str, now: Any, held: set[int], scene: Scene) -> bool:

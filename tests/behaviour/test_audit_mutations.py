@@ -195,6 +195,11 @@ def _optimizer_state_belongs_to_a_stranger(s: Situation) -> None:
 
 
 @mutation("optimizer-stale", alone=False)
+def _a_parameter_leaves_its_group(s: Situation) -> None:
+    s.optimizer.param_groups[0]["params"].pop()
+
+
+@mutation("optimizer-order", alone=False)
 def _two_parameters_of_a_group_change_places(s: Situation) -> None:
     params = s.optimizer.param_groups[0]["params"]
     params[0], params[1] = params[1], params[0]
@@ -437,6 +442,36 @@ def test_a_holder_that_lost_the_model_is_found() -> None:
     found = run_audit((model,), holders=[held], expected=expected)
     assert [(f.code, f.fqn) for f in found] == [
         ("holder-stale", "holders[0]['weight']")
+    ]
+
+
+class Elsewhere(nn.Parameter):
+    """A parameter that is on another device than the rest, as far as one can ask."""
+
+    device = torch.device("cuda:0")
+
+
+def test_parameters_of_one_module_on_two_devices_are_found() -> None:
+    model = nn.Linear(2, 2)
+    model.bias = Elsewhere(torch.zeros(2))
+    found = run_audit((model,))
+    assert [(f.code, f.fqn) for f in found] == [("mixed-devices", "bias")]
+
+
+def test_state_and_gradients_on_another_device_are_found() -> None:
+    model = nn.Linear(2, 2, bias=False)
+    model.weight.grad = torch.zeros(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.step()
+    model.weight = weight = Elsewhere(model.weight.detach())
+    weight.grad = torch.zeros(2, 2)
+    optimizer.param_groups[0]["params"][0] = weight
+    optimizer.state[weight] = optimizer.state.pop(next(iter(optimizer.state)))
+    found = run_audit((model,), optimizers=(optimizer,))
+    assert [finding.code for finding in found] == [
+        "optimizer-state-device",
+        "optimizer-state-device",
+        "gradient-device",
     ]
 
 
