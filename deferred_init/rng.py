@@ -139,7 +139,8 @@ class _SeedingMode(TorchDispatchMode):
         key = storage_key(target)
         claim = self._step.claim
         for slot in (*claim.slots, *claim.rewrites):
-            if storage_key(slot.tensor) == key:
+            # What stands there now: under staging that is a tensor of full size.
+            if storage_key(slot.read()) == key:
                 return canonical_name(slot.fqn)
         return self._owner
 

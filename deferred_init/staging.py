@@ -35,10 +35,11 @@ from torch import Tensor, nn
 
 from deferred_init.aliases import storage_key
 from deferred_init.handlers.protocol import StagedAllocator
-from deferred_init.slots import Slot
+from deferred_init.handlers.registry import allocator_for
+from deferred_init.slots import Inventory, Slot
 from deferred_init.staging_modes import Contents, Uses
 
-__all__ = ["Loan", "Staging"]
+__all__ = ["Loan", "Staging", "largest_staged_bytes", "staged_allocator"]
 
 
 class Loan:
@@ -231,3 +232,21 @@ class Staging:
 
 def _key(tensor: Tensor) -> int:
     return storage_key(tensor) or 0
+
+
+def largest_staged_bytes(inventory: Inventory) -> int:
+    """Bytes of the largest tensor that is made in full size and kept in part."""
+    return max(
+        (
+            allocator.full_bytes(slot.tensor)
+            for slot in inventory.deferred
+            if (allocator := staged_allocator(slot.tensor)) is not None
+        ),
+        default=0,
+    )
+
+
+def staged_allocator(tensor: Tensor) -> StagedAllocator | None:
+    """Return the allocator of a tensor of which only a part stays here, or None."""
+    allocator = allocator_for(tensor)
+    return allocator if isinstance(allocator, StagedAllocator) else None

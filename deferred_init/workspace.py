@@ -18,7 +18,7 @@ from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
 from deferred_init.slots import Inventory, Slot, SlotKind
-from deferred_init.staging import Staging
+from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
 __all__ = ["ExecutionWorkspace"]
@@ -87,7 +87,7 @@ class ExecutionWorkspace:
         target = self.current(slot.tensor)
         if tensor is target:
             return
-        if _staged(target) is not None and _staged(tensor) is None:
+        if staged_allocator(target) is not None and staged_allocator(tensor) is None:
             self._keep(target, tensor)
             return
         tensor.requires_grad_(target.requires_grad) if tensor.is_leaf else None
@@ -107,9 +107,28 @@ class ExecutionWorkspace:
     @contextmanager
     def filling(self, step: Step) -> Iterator[None]:
         """Let the body fill the step's tensors in place; see the protocol."""
-        self.allocate([s for s in step.claim.slots if _staged(s.tensor) is None])
-        staging = self._lend_staged(step)
+        sites = step.site.post_order() if step.claim.rewrites else (step.site,)
         lent = self._lend_scratch(step)
+        try:
+            with self._lending(step, [s for site in sites for s in site.slots]):
+                yield
+        finally:
+            for slot, original in lent:
+                slot.write(original)
+
+    @contextmanager
+    def whole(self, step: Step) -> Iterator[None]:
+        """Let the body write the step's tensors, and nothing else, in full size."""
+        with self._lending(step, ()):
+            yield
+
+    @contextmanager
+    def _lending(self, step: Step, others: Sequence[Slot]) -> Iterator[None]:
+        """Allocate what is claimed, and lend in full size what is kept in part."""
+        self.allocate(
+            [s for s in step.claim.slots if staged_allocator(s.tensor) is None]
+        )
+        staging = self._lend_staged(step, others)
         try:
             with staging or nullcontext():
                 yield
@@ -119,8 +138,6 @@ class ExecutionWorkspace:
         finally:
             if staging is not None:
                 staging.give_back()
-            for slot, original in lent:
-                slot.write(original)
 
     def finish(self, slot: Slot) -> None:
         """Cast a tensor to its final dtype once nobody writes it any more."""
@@ -162,7 +179,7 @@ class ExecutionWorkspace:
         """Keep the part of a full value that stays in this process."""
         if id(home) not in self._made:
             self._install(home, self._empty_like(home))
-        allocator = _staged(home)
+        allocator = staged_allocator(home)
         assert allocator is not None
         allocator.keep(home, full)
 
@@ -210,23 +227,22 @@ class ExecutionWorkspace:
                 ):
                     continue
                 original = self.current(slot.tensor)
-                if _staged(original) is not None:
+                if staged_allocator(original) is not None:
                     continue
                 made = id(slot.tensor) in self._made
                 slot.write(_scratch_like(original, self._request.device, copy=not made))
                 lent.append((slot, original))
         return lent
 
-    def _lend_staged(self, step: Step) -> Staging | None:
+    def _lend_staged(self, step: Step, others: Sequence[Slot]) -> Staging | None:
         """Lend tensors of full size for those of which only a part stays here."""
         claim = step.claim
         claimed = {id(slot.tensor): slot for slot in (*claim.slots, *claim.rewrites)}
-        sites = step.site.post_order() if claim.rewrites else (step.site,)
-        lent = {id(slot.tensor): slot for site in sites for slot in site.slots}
+        lent = {id(slot.tensor): slot for slot in others}
         staging: Staging | None = None
         for key, slot in {**lent, **claimed}.items():
             home = self.current(slot.tensor)
-            allocator = _staged(home)
+            allocator = staged_allocator(home)
             if allocator is None:
                 continue
             if staging is None:
@@ -253,23 +269,6 @@ class ExecutionWorkspace:
             elif found is not home:
                 self.adopt(slot, found)
                 slot.write(self.current(slot.tensor))
-
-
-def largest_staged_bytes(inventory: Inventory) -> int:
-    """Bytes of the largest tensor that is made in full size and kept in part."""
-    return max(
-        (
-            allocator.full_bytes(slot.tensor)
-            for slot in inventory.deferred
-            if (allocator := _staged(slot.tensor)) is not None
-        ),
-        default=0,
-    )
-
-
-def _staged(tensor: Tensor) -> StagedAllocator | None:
-    allocator = allocator_for(tensor)
-    return allocator if isinstance(allocator, StagedAllocator) else None
 
 
 def _scratch_like(tensor: Tensor, device: torch.device, *, copy: bool) -> Tensor:

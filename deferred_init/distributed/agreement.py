@@ -141,10 +141,10 @@ def _facts(
     }
     if request.rng == "by_name":
         return facts
-    if request.seed is None and plan is not None and plan.steps:
-        facts["state of the random generator"] = _generator_digest(request.device)
     facts["model"] = _digest("\n".join(f"{k} {v}" for k, v in lines.items()))
-    if request.broadcast_from is None and plan is not None:
+    if request.broadcast_from is None and plan is not None and plan.steps:
+        if request.seed is None:
+            facts["state of the random generator"] = _generator_digest(request.device)
         facts["order of initialization"] = _digest(
             "\n".join(f"{step.site.fqn} {step.claim.source}" for step in plan.steps)
         )

@@ -139,6 +139,14 @@ class Workspace(Protocol):
         """
         ...
 
+    def whole(self, step: Step) -> AbstractContextManager[None]:
+        """Let the body write the step's tensors, and nothing else, in full size.
+
+        For init code that is careful with other tensors by itself: like `filling`,
+        but nothing else is replaced by scratch.
+        """
+        ...
+
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Give memory to the tensors of the slots; their contents are undefined."""
         ...

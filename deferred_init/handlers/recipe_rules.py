@@ -68,9 +68,9 @@ class RecipeRules:
         """Fill what was claimed, in the order of `named_parameters()`."""
         recipe: Recipe = workspace.request.recipe
         claim, model = step.claim, step.site.module
-        workspace.allocate(claim.slots)
-        mine = {id(slot.read()) for slot in (*claim.slots, *claim.rewrites)}
-        _fill(_sizes(model, recipe), _matches(model, recipe), mine)
+        with workspace.whole(step):
+            mine = {id(slot.read()) for slot in (*claim.slots, *claim.rewrites)}
+            _fill(_sizes(model, recipe), _matches(model, recipe), mine)
 
 
 def apply_init_rules(model: nn.Module, recipe: Recipe) -> None:

@@ -212,7 +212,7 @@ def _recorded(site: ModuleSite) -> bool:
     """Whether a recording knows better how the stack was constructed."""
     record = sys.modules.get("deferred_init.record")
     return record is not None and any(
-        isinstance(slot.tensor, record.DeferredTensor)
+        record.value_in_place(slot.owner, slot.name, slot.tensor) is not None
         for one in site.post_order()
         for slot in one.slots
     )
