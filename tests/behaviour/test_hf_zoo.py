@@ -34,6 +34,7 @@ SAMPLE = [
     "base/mobilevit",
     "base/reformer",
     "base/sam2",
+    "base/sam3_vit_model",
     "base/swinv2",
     "base/tapas",
     "base/xlnet",
