@@ -27,7 +27,7 @@ def lost_tensors(scene: Scene) -> Iterator[Finding]:
     if scene.expected is None:
         return
     for fqn, before in scene.expected.tensors.items():
-        if fqn not in scene.graph.by_fqn:
+        if fqn not in scene.graph.by_fqn and fqn not in scene.rebound:
             yield Finding(
                 code="lost-tensor",
                 fqn=fqn,

@@ -81,33 +81,6 @@ _TABLE: dict[str, tuple[str, str]] = {
         "An initialization wrote a tensor that had been loaded already.",
         "Load it again; report the initializer.",
     ),
-    "te-fuser-stale": (
-        "Transformer Engine's fuser lists its ops' parameters when it is built, and "
-        "they were replaced since.",
-        "Drop it: the next forward builds a new one.",
-    ),
-    "te-alias-broken": (
-        "`ops.Linear` registers its basic ops' parameters as its own; `to_empty` or a "
-        "first step on meta replaced one of the two.",
-        "Assign the basic op's parameter to the fused op.",
-    ),
-    "te-columnwise-missing": (
-        "The weight was quantized under `torch.no_grad()`, when Transformer Engine "
-        "makes the row-wise copy only.",
-        "Materialize with grad mode on.",
-    ),
-    "te-columnwise-stale": (
-        "The row-wise copy was written without the column-wise one.",
-        "Quantize the weight again.",
-    ),
-    "te-quantizer-mismatch": (
-        "The weight was quantized by one recipe and the module set up for another.",
-        "Use one recipe for both.",
-    ),
-    "te-amax-registered-twice": (
-        "Recipe state was replaced after a step had registered it.",
-        "Call `FP8GlobalStateManager.reset()` and materialize before the first step.",
-    ),
     "lost-tensor": (_LOST, "Register it again."),
     "lost-module": (_LOST, "Put the module back."),
     "replaced-module": (_LOST, "Put the module back."),

@@ -75,6 +75,7 @@ class ObjectGraph:
         modules: All modules, each once; registered ones come before hidden ones.
         model_ids: For each tensor of the models, by `id`, its first place.
         by_fqn: By name; of several places of one name the first.
+        caches: Objects that cache what others hold, each with its name.
     """
 
     def __init__(self) -> None:
@@ -82,6 +83,7 @@ class ObjectGraph:
         self.modules: list[ModulePlace] = []
         self.model_ids: dict[int, Place] = {}
         self.by_fqn: dict[str, Place] = {}
+        self.caches: list[tuple[str, object]] = []
 
     def in_scope(self, scope: str) -> Iterable[Place]:
         """Yield the places of models, optimizers or holders."""
@@ -198,6 +200,8 @@ class _Walk:
             elif id(value) not in self._seen and depth < _MAX_DEPTH:
                 self._seen.add(id(value))
                 self._keep.append(value)
+                if kind is Kind.CACHE:
+                    self.graph.caches.append((fqn, value))
                 rest.extend(
                     (part, fqn + label, name + label, depth + 1)
                     for label, part in reversed(list(parts_of(value, kind)))

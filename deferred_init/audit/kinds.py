@@ -7,13 +7,13 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "kind_of", "parts_of"]
+__all__ = ["Kind", "kind_of", "parts_of", "register_cache"]
 
 
 class Kind(enum.Enum):
@@ -34,6 +34,8 @@ class Kind(enum.Enum):
     """By its instance dict and its slots."""
     SLOTS = enum.auto()
     """By its slots alone; never the kind of an object."""
+    CACHE = enum.auto()
+    """Like an object, but for attributes that only cache what others hold."""
 
 
 _ATOMS: tuple[type, ...] = (
@@ -64,6 +66,18 @@ _SIMPLE = (
     (types.CellType, Kind.CELL),
 )
 _known: dict[type, Kind] = {}
+_cached: dict[type, frozenset[str]] = {}
+
+
+def register_cache(own: type, attributes: Iterable[str]) -> None:
+    """Leave what a class caches to a detector of its own.
+
+    Args:
+        own: The class; the graph collects its instances as `caches`.
+        attributes: Those that hold other objects' tensors.
+    """
+    _cached[own] = frozenset(attributes)
+    _known[own] = Kind.CACHE
 
 
 def kind_of(value: object) -> Kind:
@@ -105,7 +119,14 @@ def parts_of(value: Any, kind: Kind) -> Iterator[tuple[str, object]]:
             return
     elif kind is Kind.SLOTS:
         yield from _slot_parts(value)
-    if kind not in (Kind.SLOTS, Kind.METHOD, Kind.CELL):
+    if kind is Kind.CACHE:
+        skipped = _cached[type(value)]
+        yield from (
+            (label, part)
+            for label, part in _dict_parts(value)
+            if label[1:] not in skipped
+        )
+    elif kind not in (Kind.SLOTS, Kind.METHOD, Kind.CELL):
         yield from _dict_parts(value)
     if kind is Kind.OBJECT:
         yield from _slot_parts(value)

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor, nn
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 from transformer_engine.pytorch.ops import FusedOperation
-from transformer_engine.pytorch.ops import Sequential as TESequential
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import BasicOperation
 
-from deferred_init.audit.kinds import Kind, kind_of, parts_of
+from deferred_init.audit.kinds import register_cache
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.report import Finding
 from deferred_init.te.constructed import is_rowwise_only
@@ -26,13 +25,16 @@ from deferred_init.te.probe import fp8_state_manager
 
 __all__: list[str] = []
 
-_MAX_DEPTH = 12
+# Registering here keeps the general detectors out of what a fuser caches.
+register_cache(OperationFuser, ("_basic_op_params", "_flat_basic_op_params"))
 
 
 @register_detector
 def stale_fusers(scene: Scene) -> Iterator[Finding]:
     """Find fusers whose lists are not the parameters of their ops, by identity."""
-    for fqn, owner, fuser in _fusers(scene):
+    for fqn, fuser in scene.graph.caches:
+        if not isinstance(fuser, OperationFuser):
+            continue
         cached = [
             p for params in vars(fuser).get("_basic_op_params", []) for p in params
         ]
@@ -41,10 +43,9 @@ def stale_fusers(scene: Scene) -> Iterator[Finding]:
         wrong = max(_num_different(cached, actual), _num_different(flat, actual))
         if not wrong:
             continue
-        in_groups = isinstance(owner, TESequential) and "_module_groups" in fqn
         remedy = (
             "set `_module_groups = None`"
-            if in_groups
+            if "_module_groups" in fqn
             else "build the fuser again, or pass its holder in `holders=`"
         )
         yield Finding(
@@ -176,26 +177,6 @@ def _quantizer(
         f"({type(expected).__name__}), found one made by {type(found).__name__}; "
         "materialize with the recipe that the module trains with",
     )
-
-
-def _fusers(scene: Scene) -> Iterator[tuple[str, nn.Module, Any]]:
-    """Yield the fusers that modules hold, under the name that leads to each."""
-    seen: set[int] = set()
-    for fqn, module, _ in scene.graph.modules:
-        stack: list[tuple[str, object, int]] = [
-            (_join(fqn, name), value, 0) for name, value in vars(module).items()
-        ]
-        while stack:
-            label, value, depth = stack.pop()
-            kind = kind_of(value)
-            if kind in (Kind.ATOM, Kind.TENSOR, Kind.MODULE) or id(value) in seen:
-                continue
-            seen.add(id(value))
-            if isinstance(value, OperationFuser):
-                yield label, module, value
-            elif depth < _MAX_DEPTH:
-                parts = list(parts_of(value, kind))
-                stack.extend((label + key, part, depth + 1) for key, part in parts)
 
 
 def _num_different(cached: list[Tensor], actual: list[Tensor]) -> int:

@@ -61,8 +61,7 @@ class FuserRefresher:
             workspace.note(f"refreshed {count} operation fuser(s)")
 
 
-@functools.cache
-def _is_of_te(kind: Any) -> bool:
+def _is_of_te(kind: type) -> bool:
     return any(
         base.__module__.startswith("transformer_engine") for base in kind.__mro__
     )

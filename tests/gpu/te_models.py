@@ -11,7 +11,9 @@ import transformer_engine.pytorch as te
 from torch import Tensor, nn
 from transformer_engine.common import recipe as te_recipes
 
-ROWS, WIDTH = 256, 128
+from deferred_init.te.quantization import is_quantized
+
+ROWS, WIDTH = 1024, 128
 BF16 = torch.bfloat16
 RECIPES: dict[str, Callable[[], Any]] = {
     "bf16": lambda: None,
@@ -134,21 +136,19 @@ def train(
 
 def data_of(tensor: Tensor) -> dict[str, Tensor]:
     """Return everything that a tensor keeps, by name."""
-    if not hasattr(tensor, "dequantize") or type(tensor) in (Tensor, nn.Parameter):
+    if type(tensor) in (Tensor, nn.Parameter):
         return {"": tensor.detach()}
-    inner = {
-        name: value
-        for name in ("_data", "_rowwise_data", "_scale_inv", "_rowwise_scale_inv")
-        if isinstance(value := getattr(tensor, name, None), Tensor)
-    }
-    for name in ("_columnwise_data", "_columnwise_scale_inv", "_transpose"):
+    if not is_quantized(tensor):  # a grouped tensor in high precision
+        return {"": tensor.rowwise_data}
+    # Scales are padded with whatever was there, so they are compared by effect.
+    inner = {"dequantized": tensor.detach().dequantize()}
+    for name in ("_data", "_rowwise_data", "_columnwise_data", "rowwise_data"):
         value = getattr(tensor, name, None)
-        if isinstance(value, Tensor) and not (
-            name == "_transpose" and getattr(tensor, "_transpose_invalid", False)
-        ):
+        if isinstance(value, Tensor):
             inner[name] = value
-    if hasattr(tensor, "rowwise_data") and isinstance(tensor.rowwise_data, Tensor):
-        inner["rowwise_data"] = tensor.rowwise_data
+    transpose = vars(tensor).get("_transpose")
+    if transpose is not None and not vars(tensor).get("_transpose_invalid"):
+        inner["_transpose"] = transpose
     return inner
 
 
