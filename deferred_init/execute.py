@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import torch
 
 from deferred_init.errors import MaterializeError
-from deferred_init.handlers.protocol import Order, Session, SessionInitializer, Step
+from deferred_init.handlers.protocol import Order, Session, Step, has_session
 from deferred_init.plan import Plan
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot
 from deferred_init.slots import Slot
@@ -113,7 +113,7 @@ class _Sessions:
             by_initializer.setdefault(id(step.initializer), []).append(step)
         for steps in by_initializer.values():
             initializer = steps[0].initializer
-            if isinstance(initializer, SessionInitializer):
+            if has_session(initializer):
                 self._open[id(initializer)] = initializer.session(steps, workspace)
 
     def advance_before(self, step: Step) -> None:

@@ -16,16 +16,16 @@ from deferred_init.handlers.protocol import (
     Order,
     Request,
     Step,
-    TreeInitializer,
+    knows_trees,
 )
 from deferred_init.handlers.registry import (
-    allocator_for,
     construction_order,
     has_user_rule,
     initializers_for,
     last_initializers,
 )
-from deferred_init.plan import Plan, final_dtype
+from deferred_init.forecast import new_bytes, scratch_of
+from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
     left_behind,
     name_collisions,
@@ -33,6 +33,7 @@ from deferred_init.plan_checks import (
     unclaimed,
 )
 from deferred_init.slots import Inventory, ModuleSite, Slot
+from deferred_init.staging import largest_staged_bytes
 
 __all__ = ["make_plan"]
 
@@ -61,8 +62,9 @@ def make_plan(
     request = replace(request, roots=inventory.roots)
     claims = _Claims(inventory, request, weights)
     needed = _sites_with_deferred(inventory)
-    for root in inventory.roots:
-        claims.ask_for_trees(root, needed)
+    if not claims.take_leaves():
+        for root in inventory.roots:
+            claims.ask_for_trees(root, needed)
     for site in inventory.sites():
         if id(site) in needed:
             claims.ask(site)
@@ -84,7 +86,8 @@ def make_plan(
             dict.fromkeys(text for step in steps for text in step.claim.assumptions)
         ),
         final_bytes=sum(step.num_bytes for step in steps),
-        scratch_bytes=max((step.claim.scratch_bytes for step in steps), default=0),
+        scratch_bytes=largest_staged_bytes(inventory)
+        + max((step.claim.scratch_bytes for step in steps), default=0),
     )
 
 
@@ -111,6 +114,34 @@ class _Claims:
         self._reserved = _reserved(inventory, weights)
         self.claimed |= self._reserved
         self._settled |= self._reserved
+
+    def take_leaves(self) -> bool:
+        """Where weights are loaded, see if modules by themselves can make the rest.
+
+        Then nobody needs to know how the whole was constructed, as transformers'
+        loader does not for rotary embeddings.
+        """
+        if not self._reserved:
+            return False
+        found: list[tuple[ModuleSite, Initializer, Claim]] = []
+        for site in self._inventory.sites():
+            pending = self._pending(site)
+            if not pending:
+                continue
+            claims = (
+                (site, initializer, claim)
+                for initializer in initializers_for(type(site.module))
+                if getattr(initializer, "self_contained", False)
+                and (claim := initializer.claim(site, pending, self._request))
+                and set(claim.slots) == set(pending)
+            )
+            first = next(claims, None)
+            if first is None:
+                return False
+            found.append(first)
+        for site, initializer, claim in found:
+            self._take(site, initializer, replace(claim, settled=True))
+        return True
 
     def take_weights(self) -> None:
         """Take what a checkpoint fills; what is reserved for it becomes its own."""
@@ -141,7 +172,7 @@ class _Claims:
 
     def _tree_claim(self, site: ModuleSite) -> tuple[Initializer, Claim] | None:
         for initializer in initializers_for(type(site.module)):
-            if isinstance(initializer, TreeInitializer):
+            if knows_trees(initializer):
                 claim = initializer.claim_tree(site, self._request)
                 if claim is None:
                     continue
@@ -259,27 +290,13 @@ def _ordered_steps(
             initializer=initializer,
             claim=claim,
             num_bytes=sum(
-                _new_bytes(slot, inventory, request, counted) for slot in claim.slots
+                new_bytes(slot, claim, inventory, request, counted)
+                for slot in claim.slots
             ),
             order=order,
         )
         for index, (_, (order, site, initializer, claim)) in enumerate(ordered)
     )
-
-
-def _new_bytes(
-    slot: Slot, inventory: Inventory, request: Request, counted: set[int]
-) -> int:
-    """Bytes that a slot adds: those of its storage, once per storage."""
-    group = inventory.groups[id(slot.tensor)]
-    if group.key in counted:
-        return 0
-    counted.add(group.key)
-    if group.shared:
-        return group.num_bytes
-    allocator = allocator_for(slot.tensor)
-    assert allocator is not None, "checked by unallocatable"
-    return allocator.num_bytes(slot.tensor, final_dtype(slot, request))
 
 
 def _message(problems: Sequence[str]) -> str:

@@ -26,6 +26,7 @@ same; they do, since all run the same plan. Memory that is reached without torch
 
 from __future__ import annotations
 
+import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -34,7 +35,7 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import storage_key
-from deferred_init.handlers.protocol import StagedAllocator
+from deferred_init.handlers.protocol import StagedAllocator, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.slots import Inventory, Slot
 from deferred_init.staging_modes import Contents, Uses
@@ -249,4 +250,4 @@ def largest_staged_bytes(inventory: Inventory) -> int:
 def staged_allocator(tensor: Tensor) -> StagedAllocator | None:
     """Return the allocator of a tensor of which only a part stays here, or None."""
     allocator = allocator_for(tensor)
-    return allocator if isinstance(allocator, StagedAllocator) else None
+    return allocator if is_staged(allocator) else None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from deferred_init.aliases import StorageGroup
 from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.handlers.plain import dress
-from deferred_init.handlers.protocol import Request, StagedAllocator, Step
+from deferred_init.handlers.protocol import Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
@@ -145,7 +145,7 @@ class ExecutionWorkspace:
         dtype = final_dtype(slot, self._request)
         if tensor.dtype == dtype or (allocator := allocator_for(tensor)) is None:
             return
-        if isinstance(allocator, StagedAllocator):
+        if is_staged(allocator):
             self._install(tensor, allocator.cast(tensor, dtype))
         else:
             tensor.data = tensor.data.to(dtype)

@@ -17,16 +17,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from deferred_init.representation import Representation
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
 __all__ += ["LAST", "Order", "Session", "SessionInitializer", "TreeInitializer"]
 __all__ += ["StagedAllocator", "Workspace"]
+__all__ += ["has_session", "is_staged", "knows_trees"]
 
 
 Order = tuple[int, int]
@@ -54,6 +56,8 @@ class Request:
             parameter.
         roots: The models of the call, set while the plan is made; for what is a copy
             of another module.
+        compute_capability: Of the GPU that is planned for, which need not be here;
+            None asks the device.
     """
 
     device: torch.device
@@ -67,6 +71,7 @@ class Request:
     rank_timeout_s: float = 300.0
     draws_unneeded: bool = True
     roots: tuple[ModuleSite, ...] = ()
+    compute_capability: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +91,7 @@ class Claim:
             (recordings); None keeps the order of the walk, after those.
         settled: Nobody but initializers registered to come last may write these
             slots again, or is asked about modules that have no others.
+        stored: Those of the slots that are stored quantized, and how.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -96,6 +102,7 @@ class Claim:
     scratch_bytes: int = 0
     order: Order | None = None
     settled: bool = False
+    stored: tuple[tuple[Slot, Representation], ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -303,6 +310,23 @@ class StagedAllocator(Allocator, Protocol):
     def cast(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Return the same part in another dtype."""
         ...
+
+
+# `isinstance` with a runtime protocol takes 30 microseconds and is asked per tensor;
+# one method each tells these apart as well.
+def knows_trees(initializer: Initializer) -> TypeGuard[TreeInitializer]:
+    """Whether an initializer wants to be asked about whole subtrees."""
+    return hasattr(initializer, "claim_tree")
+
+
+def has_session(initializer: Initializer) -> TypeGuard[SessionInitializer]:
+    """Whether the steps of an initializer share state."""
+    return hasattr(initializer, "session")
+
+
+def is_staged(allocator: Allocator | None) -> TypeGuard[StagedAllocator]:
+    """Whether values are made in full size and kept in part."""
+    return hasattr(allocator, "full_bytes")
 
 
 class Refresher(Protocol):

@@ -28,8 +28,8 @@ from deferred_init.handlers.protocol import (
     Initializer,
     Request,
     Step,
-    TreeInitializer,
     Workspace,
+    knows_trees,
 )
 from deferred_init.handlers.registry import (
     add_initializer,
@@ -187,7 +187,7 @@ def _tree_claims(
     site: ModuleSite, request: Request
 ) -> Iterator[tuple[Initializer, Claim]]:
     for initializer in initializers_for(type(site.module)):
-        if isinstance(initializer, TreeInitializer):
+        if knows_trees(initializer):
             claim = initializer.claim_tree(site, request)
             if claim is not None:
                 yield initializer, claim
