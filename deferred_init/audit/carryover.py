@@ -27,7 +27,7 @@ def lost_tensors(scene: Scene) -> Iterator[Finding]:
     if scene.expected is None:
         return
     for fqn, before in scene.expected.tensors.items():
-        if fqn not in scene.graph.by_fqn and fqn not in scene.rebound:
+        if fqn not in scene.graph.by_fqn and not scene.is_rebound(fqn):
             yield Finding(
                 code="lost-tensor",
                 fqn=fqn,

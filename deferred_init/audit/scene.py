@@ -40,6 +40,12 @@ class Scene:
     dtype_forced: bool = False
     rebound: frozenset[str] = frozenset()
 
+    def is_rebound(self, fqn: str) -> bool:
+        """Whether a name is of a new object, or of something that it carries."""
+        parts = fqn.split(".")
+        ends = range(len(parts), 0, -1)
+        return any(".".join(parts[:end]) in self.rebound for end in ends)
+
 
 Detector = Callable[[Scene], Iterable[Finding]]
 _detectors: list[Detector] = []

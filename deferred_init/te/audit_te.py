@@ -26,7 +26,8 @@ from deferred_init.te.probe import fp8_state_manager
 __all__: list[str] = []
 
 # Registering here keeps the general detectors out of what a fuser caches.
-register_cache(OperationFuser, ("_basic_op_params", "_flat_basic_op_params"))
+_CACHES = ("_basic_op_params", "_flat_basic_op_params", "_fused_ops_cache")
+register_cache(OperationFuser, (*_CACHES, "_forward_ops", "_backward_ops"))
 
 
 @register_detector

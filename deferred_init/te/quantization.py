@@ -174,7 +174,7 @@ def set_up_module(module: Any, choice: Choice, *, stale: bool) -> None:
     attributes["fp8_meta_tensors_initialized"] = False
     attributes["primary_weights_in_fp8"] = choice.quantized
     if not choice.quantized:
-        attributes.pop("fp8_parameters", None)
+        attributes["fp8_parameters"] = False
         return
     attributes["preserve_high_precision_init_val"] = choice.keep_high_precision
     with quantized_init(

@@ -36,7 +36,9 @@ def pytest_configure(config: pytest.Config) -> None:
     # Transformer Engine warns of its own deprecations and experiments.
     config.addinivalue_line("filterwarnings", "ignore::Warning:transformer_engine")
     config.addinivalue_line("filterwarnings", "ignore:.*GroupedLinear.*:UserWarning")
+    # It compiles functions, which takes torch through deprecated paths of its own.
     config.addinivalue_line("filterwarnings", "ignore:.*torch.jit:DeprecationWarning")
+    config.addinivalue_line("filterwarnings", "ignore:The .grad attribute:UserWarning")
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:

@@ -31,8 +31,8 @@ def ops_model(kind: str, device: str) -> nn.Module:
         "Bias": lambda: ops.Bias(WIDTH, **linear),
         "LayerNorm": lambda: ops.LayerNorm(WIDTH, **linear),
         "RMSNorm": lambda: ops.RMSNorm(WIDTH, **linear),
-        "GroupedLinear": lambda: ops.GroupedLinear(2, WIDTH, WIDTH, **linear),
         "Linear": lambda: ops.Linear(WIDTH, WIDTH, **linear),
+        "GroupedLinear": lambda: ops.GroupedLinear(2, WIDTH, WIDTH, **linear),
     }
     if kind == "all":
         return ops.Sequential(*(make() for make in made.values()))
