@@ -26,7 +26,6 @@ same; they do, since all run the same plan. Memory that is reached without torch
 
 from __future__ import annotations
 
-import functools
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack

@@ -56,6 +56,7 @@ class HFLeaf:
 
     name = "transformers module"
     composite = False
+    self_contained = True
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request

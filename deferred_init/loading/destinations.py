@@ -91,6 +91,8 @@ class Destinations:
         """Return the class of an ordinary tensor that has its memory to itself."""
         if self._inventory.groups[id(tensor)].shared:
             return None
+        if type(tensor) in (Tensor, torch.nn.Parameter):
+            return type(tensor)
         allocator = allocator_for(tensor)
         assert allocator is not None, "checked in the plan"
         final = type(allocator.empty_like(tensor, torch.device("meta")))
