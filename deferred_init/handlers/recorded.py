@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from deferred_init.handlers.plain import PlainAllocator
 from deferred_init.handlers.protocol import Claim, Order, Request, Step, Workspace
 from deferred_init.handlers.registry import (
     add_allocator,
@@ -57,6 +56,7 @@ class RecordedInitializer:
             slots=slots,
             source="recording",
             order=max(_order_of(slot) for slot in slots),
+            problems=_seed_problems(site, slots, request),
             settled=True,
         )
 
@@ -71,8 +71,16 @@ class RecordedInitializer:
         return _Replays(steps, workspace)
 
 
-class RecordedAllocator(PlainAllocator):
+class RecordedAllocator:
     """Sizes and memory of what a recorded tensor will be."""
+
+    def problem(self, tensor: Tensor, request: Request) -> str | None:
+        """Return None: whatever was recorded can be replayed, in any layout."""
+        return None
+
+    def num_bytes(self, tensor: Tensor, dtype: torch.dtype) -> int:
+        """Bytes of the elements in the given dtype."""
+        return tensor.numel() * dtype.itemsize
 
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return memory in the class that the tensor has when it is real."""
@@ -134,12 +142,12 @@ class _Replays:
     def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
-        before_random = None
+        before_random: Callable[[Node], int | None] | None = None
         if self._request.rng == "by_name":
             assert self._request.seed is not None, "checked by the verb"
             before_random = _by_name(recording, slots, self._request.seed)
         elif not self._request.draws_unneeded:
-            before_random = _keep_generator
+            before_random = _no_seed
         wanted = [_known_value(slot) for slot in slots]
         return Replay(
             recording, self._device, wanted=wanted, before_random=before_random
@@ -198,7 +206,30 @@ class _Replays:
         )
 
 
-def _keep_generator(node: Node) -> None:
+def _seed_problems(
+    site: ModuleSite, slots: Sequence[Slot], request: Request
+) -> tuple[str, ...]:
+    """Refuse a seed that would have led the constructor another way."""
+    if request.seed is None or request.rng != "eager":
+        return ()
+    start = torch.Generator().manual_seed(request.seed).get_state()
+    values = [value for slot in slots if (value := _value(slot)) is not None]
+    misled = any(
+        value.recording.looked_at_random
+        and not torch.equal(value.recording.cpu_start, start)
+        for value in values
+    )
+    if not misled:
+        return ()
+    return (
+        f"`{site.fqn or type(site.module).__name__}` was recorded by a constructor "
+        "that looked at random values (`.item()`, `if`), which another seed would "
+        f"have made different: call torch.manual_seed({request.seed}) before "
+        "`deferred_init(...)` and pass no seed",
+    )
+
+
+def _no_seed(node: Node) -> None:
     """Seed nothing: only what is needed is drawn."""
 
 

@@ -33,7 +33,9 @@ def early_value(value: Value) -> Tensor:
     recording = value.recording
     device = early_device(recording)
     with recording.lock:
-        if device != recording.device and _draws(value):
+        draws = _draws(value)
+        recording.looked_at_random |= draws and recording.active
+        if device != recording.device and draws:
             raise RecordError(
                 f"the constructor looks at a random value at {user_line()}, which "
                 f"only {recording.device} can compute, and it is not present: record "

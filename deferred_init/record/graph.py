@@ -33,6 +33,8 @@ class Recording:
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
+        looked_at_random: Whether the constructor saw a value that it had drawn, so
+            that what it did is right for the recorded generator state alone.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,6 +51,7 @@ class Recording:
         self.default_stream = Stream(None)
         self.watch: Any = None
         self.borrowed: dict[int, Any] = {}
+        self.looked_at_random = False
         self.made: dict[str, Value] = {}
         self.places: WeakKeyDictionary[nn.Module, dict[str, Value]] = (
             WeakKeyDictionary()

@@ -164,7 +164,7 @@ def test_a_failing_replay_leaves_the_model_recorded_and_a_second_try_succeeds(
     torch.manual_seed(4)
     model = di.deferred_init(Odd)
     state = torch.get_rng_state()
-    from deferred_init import workspace  # noqa: PLC0415
+    from deferred_init import workspace
 
     real, calls = workspace.exchange, []
 
@@ -182,6 +182,27 @@ def test_a_failing_replay_leaves_the_model_recorded_and_a_second_try_succeeds(
     assert torch.equal(torch.get_rng_state(), state)
     monkeypatch.setattr(workspace, "exchange", real)
     di.materialize(model, "cpu")
+    _assert_equal(model, expected)
+
+
+class Gambler(nn.Module):
+    """Its constructor decides by a random value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = torch.rand(1).item() > 0.5
+        self.lin = nn.Linear(2, 4 if wide else 3)
+
+
+def test_a_seed_that_would_have_led_the_constructor_elsewhere_is_refused() -> None:
+    torch.manual_seed(1)
+    model = di.deferred_init(Gambler)
+    with pytest.raises(di.PlanError, match=r"looked at random values") as caught:
+        di.materialize(model, "cpu", seed=2)
+    assert "call torch.manual_seed(2) before `deferred_init(...)`" in str(caught.value)
+    torch.manual_seed(1)
+    expected = Gambler()
+    di.materialize(model, "cpu", seed=1)
     _assert_equal(model, expected)
 
 
