@@ -78,7 +78,7 @@ def test_optimizer_groups_state_and_nested_holders_follow_and_can_be_undone() ->
 def test_a_closure_is_rebound() -> None:
     old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
 
-    def make(weight: nn.Parameter):  # noqa: ANN202
+    def make(weight: nn.Parameter):
         return lambda: weight
 
     read = make(old)

@@ -90,11 +90,11 @@ def test_a_tensor_subclass_that_nobody_claims_is_refused_by_name() -> None:
             return made
 
         @classmethod
-        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):  # noqa: ANN001, ANN206
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
             unwrap = [a.inner if isinstance(a, Wrapped) else a for a in args]
             return cls(func(*unwrap, **(kwargs or {})))
 
     model.weight = nn.Parameter(Wrapped(model.weight.detach()))
-    with pytest.raises(di.PlanError, match="`weight`.*is a `Wrapped`") as caught:
+    with pytest.raises(di.PlanError, match=r"`weight`.*is a `Wrapped`") as caught:
         di.materialize(model, "cpu")
     assert "no allocator claims" in str(caught.value)
