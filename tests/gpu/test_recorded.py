@@ -171,7 +171,7 @@ def test_running_out_of_memory_puts_everything_back() -> None:
     model = nn.Sequential(small, huge)
     before = [id(p) for p in model.parameters()]
     state, used = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
-    with pytest.raises(di.MaterializeError, match="`1`.*OutOfMemory"):
+    with pytest.raises(di.MaterializeError, match=r"`1`.*OutOfMemory"):
         di.materialize(model, "cuda", seed=0)
     assert [id(p) for p in model.parameters()] == before
     assert all(p.is_meta for p in model.parameters())
