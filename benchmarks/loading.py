@@ -156,7 +156,11 @@ def write_checkpoint(folder: Path, gigabytes: float) -> int:
     where = {}
     for number, keys in enumerate(shards, start=1):
         name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        save_file({key: _values(shapes[key], block) for key in keys}, folder / name)
+        save_file(
+            {key: _values(shapes[key], block) for key in keys},
+            folder / name,
+            metadata={"format": "pt"},
+        )
         where.update(dict.fromkeys(keys, name))
     index = {"metadata": {"total_size": total}, "weight_map": where}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
@@ -207,6 +211,14 @@ def measure(
         "gpu_bytes_over_model": gpu_bytes - total if device.type == "cuda" else None,
         "host_bytes": host_bytes,
     }
+
+
+def _set_options(readers: int | None, buffer_mib: int) -> None:
+    from deferred_init.handlers import checkpoint
+    from deferred_init.loading.engine import EngineOptions
+
+    options = EngineOptions(num_readers=readers, buffer_bytes=buffer_mib << 20)
+    checkpoint.EngineOptions = lambda: options  # type: ignore[assignment, misc]
 
 
 def _import_everything() -> None:
@@ -305,6 +317,9 @@ def run(arguments: argparse.Namespace, folder: Path) -> list[dict[str, Any]]:
             continue
         command = [sys.executable, __file__, "--one", name, "--folder", str(folder)]
         command += ["--device", arguments.device, "--repeat", str(arguments.repeat)]
+        if arguments.readers:
+            command += ["--readers", str(arguments.readers)]
+        command += ["--buffer-mib", str(arguments.buffer_mib)]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
         if done.returncode:
             print(f"{name} failed with exit status {done.returncode}")
@@ -335,10 +350,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=4)
     parser.add_argument("--loaders", nargs="*", choices=list(LOADERS))
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--readers", type=int, help="threads of deferred_init")
+    parser.add_argument("--buffer-mib", type=int, default=16, help="of deferred_init")
     parser.add_argument("--folder", type=Path, help="where to write the checkpoint")
     parser.add_argument("--one", choices=list(LOADERS), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
+        _set_options(arguments.readers, arguments.buffer_mib)
         device = torch.device(arguments.device)
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", 0)

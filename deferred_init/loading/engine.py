@@ -161,8 +161,17 @@ class Engine:
                         f"reading {keys} from {chunk.file.name} failed: {error}"
                     ) from error
                 self._done(batch, event)
-            lander.finish()
         except BaseException as error:  # noqa: BLE001 - handed to the one that waits
+            self._fail(error)
+        finally:
+            self._finish(lander)
+
+    def _finish(self, lander: Lander | None) -> None:
+        """Let nothing be under way when a thread ends: memory may be freed then."""
+        try:
+            if lander is not None:
+                lander.finish()
+        except RuntimeError as error:
             self._fail(error)
 
     def _read_asked(self) -> None:
@@ -213,6 +222,8 @@ def _on_stream(device: torch.device) -> Iterator[torch.cuda.Stream | None]:
         yield None
         return
     stream = torch.cuda.Stream(device)
-    with torch.cuda.device(device), torch.cuda.stream(stream):
-        yield stream
-    stream.synchronize()
+    try:
+        with torch.cuda.device(device), torch.cuda.stream(stream):
+            yield stream
+    finally:
+        stream.synchronize()
