@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from deferred_init.handlers.registry import load_handlers, refreshers
 from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
 from deferred_init.inventory import take_inventory
 from deferred_init.loading.matching import WeightsRequest
+from deferred_init.outlook import make_outlook
 from deferred_init.plan import Plan
 from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar
@@ -186,17 +188,40 @@ def plan(
     names: Names = (),
     missing: str = "init",
     unexpected: str = "ignore",
+    gpu: str | None = None,
+    world_size: int = 1,
 ) -> Plan:
     """Say what `materialize` would do, without doing any of it.
 
     Takes the arguments of `materialize` and needs no device: a plan for `"cuda"`
     can be made on a machine without a GPU. Reads the model, changes nothing.
 
+    Args:
+        model: As in `materialize`, and so are the other arguments but these two.
+        device: Where the tensors would be.
+        recipe: Numeric format.
+        optimizers: Optimizers built on the deferred parameters.
+        seed: As in `materialize`.
+        rng: As in `materialize`.
+        verify: As in `materialize`.
+        dtype: As in `materialize`.
+        weights: As in `materialize`.
+        names: As in `materialize`.
+        missing: As in `materialize`.
+        unexpected: As in `materialize`.
+        gpu: What to plan for, by name: `"a100"`, `"l40s"`, `"h100"`, `"h200"` or
+            `"b200"`. What that GPU cannot run is refused, and `plan.forecast().fits`
+            says whether the model fits in its memory.
+        world_size: Over how many ranks FSDP2 will shard the parameters: a number, no
+            processes are needed.
+
     Returns:
-        The plan: steps, bytes, predicted peak; `print(plan)` shows it.
+        The plan: steps, bytes, predicted peak; `print(plan)` shows it, and
+        `plan.forecast()` has bytes per tensor and rank.
 
     Raises:
-        PlanError: As `materialize` would.
+        PlanError: As `materialize` would; also for what the GPU or FSDP2 refuse.
+        ValueError: An unknown GPU, or a world size below 1.
 
     Example:
         >>> import torch, deferred_init as di
@@ -212,9 +237,17 @@ def plan(
         seed=seed,
         must_exist=False,
     )
+    outlook = make_outlook(request, gpu, world_size)
     wanted = make_weights(weights, names, missing, unexpected)
     inventory = _look(as_models(model))
-    return _plan(inventory, request, as_optimizers(optimizers), wanted)
+    the_plan = _plan(
+        inventory,
+        outlook.request,
+        as_optimizers(optimizers),
+        wanted,
+        outlook.problems(inventory),
+    )
+    return replace(the_plan, gpu=outlook.gpu, world_size=world_size)
 
 
 def audit(
@@ -256,8 +289,13 @@ def _plan(
     request: Request,
     optimizers: tuple[Optimizer, ...],
     wanted: WeightsRequest | None,
+    problems: Sequence[str] = (),
 ) -> Plan:
-    before = [*wrapper_problems(inventory), *check_holders(inventory, optimizers)]
+    before = [
+        *problems,
+        *wrapper_problems(inventory),
+        *check_holders(inventory, optimizers),
+    ]
     weights = None
     if wanted is not None:
         weights = CheckpointInitializer(inventory, request, wanted)

@@ -8,7 +8,10 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from deferred_init.errors import DeferredInitError
+from deferred_init.hardware import GPUS
 from deferred_init.recipe import Recipe, preset_names
 
 __all__ = ["main"]
@@ -16,6 +19,11 @@ __all__ = ["main"]
 _EXIT_CODES = (
     "exit codes: 0, all is well; 1, something is wrong with the model or the request; "
     "2, the command line is wrong"
+)
+
+_TARGET = (
+    "package.module:function, called without arguments; or a Hugging Face folder or "
+    "config.json, of which the configuration is read and nothing else"
 )
 
 
@@ -109,11 +117,26 @@ def _add_plan(commands: Any) -> None:
         _run_plan,
         "say what materialize would do with the model that a function builds; needs "
         "neither memory nor a GPU",
-        "deferred-init plan my_project.model:build --device cuda --recipe fp8_current",
+        "deferred-init plan my_project.model:build --gpu h200 --world-size 8 "
+        "--recipe fp8_current",
     )
-    parser.add_argument("target", help="package.module:function, without arguments")
+    parser.add_argument("target", help=_TARGET)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--recipe", help="a recipe's name, file, or several with +")
+    parser.add_argument(
+        "--gpu",
+        type=str.lower,
+        choices=sorted(GPUS),
+        help="plan for this GPU, which need not be here; exit code 1 if the recipe "
+        "cannot run on it or the model does not fit",
+    )
+    parser.add_argument(
+        "--world-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="ranks over which FSDP2 will shard the parameters; default: 1",
+    )
 
 
 def _add_audit(commands: Any) -> None:
@@ -125,7 +148,7 @@ def _add_audit(commands: Any) -> None:
         "with its optimizers",
         "deferred-init audit my_project.train:model_and_optimizer",
     )
-    parser.add_argument("target", help="package.module:function, without arguments")
+    parser.add_argument("target", help=_TARGET)
     parser.add_argument(
         "--verify",
         choices=("fast", "full"),
@@ -173,22 +196,32 @@ def _run_demo(arguments: argparse.Namespace) -> bool:
 
 def _run_plan(arguments: argparse.Namespace) -> bool:
     from deferred_init.api import plan
-    from deferred_init.target import build_deferred, built, load_function
+    from deferred_init.target import TargetError, build_deferred, built, load_target
 
-    models, optimizers = built(build_deferred(load_function(arguments.target)))
-    the_plan = plan(models, arguments.device, arguments.recipe, optimizers=optimizers)
+    if arguments.gpu and torch.device(arguments.device).type != "cuda":
+        raise TargetError(f"--gpu needs --device cuda, found {arguments.device}")
+    models, optimizers = built(build_deferred(load_target(arguments.target)))
+    the_plan = plan(
+        models,
+        arguments.device,
+        arguments.recipe,
+        optimizers=optimizers,
+        gpu=arguments.gpu,
+        world_size=arguments.world_size,
+    )
+    fits = the_plan.forecast().fits is not False
     if arguments.json:
-        _print_json({"ok": True, **the_plan.to_dict()})
+        _print_json({"ok": fits, **the_plan.to_dict()})
     else:
         print(the_plan)
-    return True
+    return fits
 
 
 def _run_audit(arguments: argparse.Namespace) -> bool:
     from deferred_init.api import audit
-    from deferred_init.target import built, load_function
+    from deferred_init.target import built, load_target
 
-    models, optimizers = built(load_function(arguments.target)())
+    models, optimizers = built(load_target(arguments.target)())
     report = audit(models, optimizers=optimizers, verify=arguments.verify)
     if arguments.json:
         _print_json(report.to_dict())

@@ -8,10 +8,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
+from deferred_init.forecast import Forecast, forecast
 from deferred_init.handlers.protocol import Request, Step
-from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.hardware import Hardware
+from deferred_init.plan_text import plan_text
+from deferred_init.slots import Inventory
+from deferred_init.target_dtype import final_dtype
 
 __all__ = ["Plan", "final_dtype"]
 
@@ -28,6 +30,8 @@ class Plan:
         assumptions: What had to be assumed about values or order.
         final_bytes: Bytes of everything that will be made.
         scratch_bytes: The largest extra need of any single step.
+        gpu: The hardware that it was made for by name, or None.
+        world_size: Over how many ranks parameters are to be sharded.
     """
 
     request: Request
@@ -37,19 +41,32 @@ class Plan:
     assumptions: tuple[str, ...]
     final_bytes: int
     scratch_bytes: int
+    gpu: Hardware | None = None
+    world_size: int = 1
 
     @property
     def peak_bytes(self) -> int:
         """Predicted peak on the device: final size plus the largest scratch."""
         return self.final_bytes + self.scratch_bytes
 
+    def forecast(self) -> Forecast:
+        """Count bytes per tensor, device and rank, and say what makes the peak."""
+        return forecast(
+            self.steps,
+            self.inventory,
+            self.request,
+            world_size=self.world_size,
+            gpu=self.gpu,
+        )
+
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-compatible data."""
         return {
             "device": str(self.request.device),
+            "recipe": getattr(self.request.recipe, "name", None),
             "rng": self.request.rng,
             "final_bytes": self.final_bytes,
-            "peak_bytes": self.peak_bytes,
+            **self.forecast().to_dict(),
             "steps": [
                 {
                     "fqn": step.site.fqn,
@@ -69,41 +86,4 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table of at most 100 columns."""
-        head = (
-            f"Plan: {sum(len(s.claim.slots) for s in self.steps)} tensors, "
-            f"{self.final_bytes:,} bytes on {self.request.device}, "
-            f"peak {self.peak_bytes:,} bytes, rng={self.request.rng}"
-        )
-        rows = [_row(step) for step in self.steps]
-        return "\n".join([head, *rows])
-
-
-def _row(step: Step) -> str:
-    kind = type(step.site.module).__name__
-    source = step.claim.source or step.initializer.name
-    return (
-        f"{step.site.fqn or '(root)':<40.40} {kind:<18.18} "
-        f"{len(step.claim.slots):>4} {step.num_bytes:>14,}  {source:.19}"
-    )
-
-
-def final_dtype(slot: Slot, request: Request) -> torch.dtype:
-    """The dtype that a slot's tensor ends with: its own, or what was asked for.
-
-    `dtype=` of the call wins over the recipe, and only floating-point tensors
-    ever change.
-    """
-    own = slot.tensor.dtype
-    if not own.is_floating_point or slot.tensor.element_size() == 1:
-        return own
-    if request.dtype is not None:
-        return request.dtype
-    if request.recipe is None:
-        return own
-    target = request.recipe.dtype.target(
-        own,
-        is_buffer=slot.kind is not SlotKind.PARAMETER,
-        in_norm="norm" in type(slot.owner).__name__.lower(),
-    )
-    assert isinstance(target, torch.dtype)
-    return target
+        return plan_text(self)

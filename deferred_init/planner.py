@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deferred_init.errors import PlanError
+from deferred_init.forecast import new_bytes, scratch_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import (
     Claim,
@@ -24,7 +25,6 @@ from deferred_init.handlers.registry import (
     initializers_for,
     last_initializers,
 )
-from deferred_init.forecast import new_bytes, scratch_of
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
     left_behind,
@@ -87,7 +87,7 @@ def make_plan(
         ),
         final_bytes=sum(step.num_bytes for step in steps),
         scratch_bytes=largest_staged_bytes(inventory)
-        + max((step.claim.scratch_bytes for step in steps), default=0),
+        + max((scratch_of(step, request)[0] for step in steps), default=0),
     )
 
 

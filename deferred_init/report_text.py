@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from deferred_init.report import Finding, Report, ReportStep
 
-__all__ = ["bytes_text", "report_text"]
+__all__ = ["bytes_text", "report_text", "step_table", "wrapped"]
 
 _WIDTH = 100
 _MAX_ROWS = 40
@@ -22,9 +22,9 @@ _NUMBER = re.compile(r"(?<![^.\[])\d+(?![^.\]])")
 def report_text(report: Report) -> str:
     """Return the whole report, findings first."""
     parts = [
-        _wrapped(_headline(report), ""),
+        wrapped(_headline(report), ""),
         _finding_lines(report.findings),
-        list(_table(report.steps)),
+        list(step_table(report.steps)),
         _list_lines("rebound to a new object", report.rebound),
         _list_lines("assumed", report.assumptions),
         _list_lines("notes", report.notes),
@@ -73,7 +73,7 @@ def _finding_lines(findings: Sequence[Finding]) -> list[str]:
     lines = []
     for finding in ordered[:_MAX_LINES]:
         sign = "x" if finding.severity == "error" else "!"
-        lines += _wrapped(str(finding), f"  {sign} ")
+        lines += wrapped(str(finding), f"  {sign} ")
     return lines + _more(len(ordered), _MAX_LINES, "findings")
 
 
@@ -87,11 +87,17 @@ class _Row:
     numbers: tuple[tuple[int, ...], ...]
 
 
-def _table(steps: Sequence[ReportStep]) -> Iterator[str]:
+def step_table(steps: Sequence[ReportStep], *, timed: bool = True) -> Iterator[str]:
+    """Yield a table with one row for steps that are alike but for their numbers.
+
+    Args:
+        steps: What was done, or will be.
+        timed: Whether to show how long it took.
+    """
     rows = _grouped(steps)
     if not rows:
         return
-    yield _line("module", "class", "values from", "num", "bytes", "ms")
+    yield _line("module", "class", "values from", "num", "bytes", "ms" if timed else "")
     for row in rows[:_MAX_ROWS]:
         step = row.step
         name = _name(row)
@@ -104,7 +110,7 @@ def _table(steps: Sequence[ReportStep]) -> Iterator[str]:
             f"{step.num_bytes:,}"
             if step.num_bytes < 1e10
             else bytes_text(step.num_bytes),
-            f"{step.seconds * 1e3:.1f}",
+            f"{step.seconds * 1e3:.1f}" if timed else "",
         )
     yield from _more(len(rows), _MAX_ROWS, "rows")
 
@@ -114,7 +120,7 @@ def _line(*cells: str) -> str:
     return (
         f"  {_cut(module, 33):<33} {_cut(kind, 14):<14} {_cut(source, 23):<23}"
         f" {tensors:>4} {num_bytes:>13} {ms:>6}"
-    )
+    ).rstrip()
 
 
 def _grouped(steps: Iterable[ReportStep]) -> list[_Row]:
@@ -155,7 +161,7 @@ def _list_lines(title: str, items: Sequence[str]) -> list[str]:
         return []
     lines = [f"  {title}:"]
     for item in items[:_MAX_LINES]:
-        lines += _wrapped(item, "    - ")
+        lines += wrapped(item, "    - ")
     return lines + _more(len(items), _MAX_LINES, title)
 
 
@@ -167,10 +173,11 @@ def _footer(report: Report) -> str:
         parts.append(f"rng={report.rng}")
     parts += [f"{stage} {value:.3f} s" for stage, value in report.seconds.items()]
     parts += [f"{name} {version}" for name, version in report.versions.items()]
-    return "\n".join(_wrapped(", ".join(parts), "  "))
+    return "\n".join(wrapped(", ".join(parts), "  "))
 
 
-def _wrapped(text: str, first: str) -> list[str]:
+def wrapped(text: str, first: str) -> list[str]:
+    """Break a text into lines; the first begins with `first`, the others below it."""
     return textwrap.wrap(
         text,
         _WIDTH,

@@ -6,6 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from deferred_init.record import deferred_init
 from deferred_init.spelling import closest
 
-__all__ = ["TargetError", "build_deferred", "built", "load_function"]
+__all__ = ["TargetError", "build_deferred", "built", "load_function", "load_target"]
 
 
 class TargetError(ValueError):
@@ -53,6 +54,46 @@ def load_function(target: str) -> Callable[[], Any]:
         )
     found: Callable[[], Any] = function
     return found
+
+
+def load_target(target: str) -> Callable[[], Any]:
+    """Return a constructor for whatever a target names.
+
+    Args:
+        target: `package.module:function`, a Hugging Face folder, or its `config.json`.
+
+    Raises:
+        TargetError: It names nothing that can be used.
+    """
+    path = Path(target)
+    if path.is_dir() or path.suffix == ".json":
+        return _from_config(path / "config.json" if path.is_dir() else path)
+    return load_function(target)
+
+
+def _from_config(path: Path) -> Callable[[], nn.Module]:
+    """Return a constructor for the model that a Hugging Face config describes."""
+    if not path.is_file():
+        raise TargetError(f"there is no file {str(path)!r}")
+    try:
+        import transformers
+    except ImportError as error:
+        raise TargetError(
+            f"{str(path)!r} needs transformers, which could not be imported ({error}); "
+            'install it with pip install "deferred-init[hf]"'
+        ) from error
+    try:
+        config = transformers.AutoConfig.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise TargetError(
+            f"{str(path)!r} is no model configuration: {reason}"
+        ) from error
+    for name in config.architectures or ():
+        found = getattr(transformers, name, None)
+        if found is not None:
+            return lambda: found(config)
+    return lambda: transformers.AutoModel.from_config(config)
 
 
 def build_deferred(function: Callable[[], Any]) -> Any:

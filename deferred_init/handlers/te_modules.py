@@ -43,6 +43,7 @@ from deferred_init.te.quantization import (
     own_recipe_of_module,
     problems_with,
     set_up_module,
+    stored_as,
 )
 
 __all__ = ["RotaryInit", "SoftmaxOffsetInit", "TEModuleInit", "adopt_made"]
@@ -74,7 +75,8 @@ class TEModuleInit:
         if not made and has_user_rule(type(module)):
             return None
         choice = _choice(site, request)
-        weights = [s.tensor for s in made if _is_weight(s)] if choice.quantized else []
+        late = [s for s in made if _is_weight(s)] if choice.quantized else []
+        weights = [slot.tensor for slot in late]
         label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"
         scratch = (weight.numel() * weight.element_size() for weight in weights)
         return Claim(
@@ -86,6 +88,7 @@ class TEModuleInit:
                 *_grouped_problem(site, pending, label),
             ),
             scratch_bytes=max(scratch, default=0),
+            stored=stored_as(choice, late),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

@@ -30,6 +30,7 @@ from deferred_init.te.quantization import (
     own_recipe_of_op,
     problems_with,
     set_up_op,
+    stored_as,
 )
 
 __all__ = ["BasicOpInit", "FusedOpAliases", "StaleFuserParameters"]
@@ -57,7 +58,8 @@ class BasicOpInit:
         if not made and has_user_rule(type(op)):
             return None
         choice = _choice(site, request)
-        weights = [s.tensor for s in made if choice.quantized and _is_weight(s)]
+        late = [s for s in made if choice.quantized and _is_weight(s)]
+        weights = [slot.tensor for slot in late]
         sizes = [weight.numel() * weight.element_size() for weight in weights]
         label = f"`{site.fqn or type(op).__name__}` ({type(op).__name__})"
         return Claim(
@@ -66,6 +68,7 @@ class BasicOpInit:
             problems=problems_with(choice, label, request, weights),
             # A grouped op makes all experts in one block.
             scratch_bytes=sum(sizes),
+            stored=stored_as(choice, late),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

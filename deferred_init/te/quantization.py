@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -10,12 +11,20 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.handlers.protocol import Request
+from deferred_init.representation import Representation
+from deferred_init.slots import Slot
 from deferred_init.te.constructed import mark_rowwise_only
 from deferred_init.te.probe import quantized_init
 from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 
 __all__ = ["Choice", "choose", "is_quantized", "problems_with", "set_up_module"]
-__all__ += ["num_gemms", "own_recipe_of_module", "own_recipe_of_op", "set_up_op"]
+__all__ += [
+    "num_gemms",
+    "own_recipe_of_module",
+    "own_recipe_of_op",
+    "set_up_op",
+    "stored_as",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,14 +110,13 @@ def problems_with(
             "(a forward outside of `autocast` drops it): pass `recipe=`",
         )
     found = []
-    if torch.cuda.is_available() and is_te_recipe(choice.te_recipe):
-        capability = torch.cuda.get_device_capability(request.device)
+    capability = _capability(request)
+    if capability is not None and is_te_recipe(choice.te_recipe):
         spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
         reason = spec.unsupported_reason(capability)
         if reason is not None:
-            name = torch.cuda.get_device_name(request.device)
             found.append(
-                f"{label} cannot store quantized weights on {request.device} ({name}): "
+                f"{label} cannot store quantized weights on {_gpu_name(request)}: "
                 f"{reason}. Choose another recipe, such as `fp8_current`"
             )
     if any(hasattr(weight, "_local_tensor") for weight in weights):
@@ -117,6 +125,37 @@ def problems_with(
             "the model first, then call `fully_shard`"
         )
     return tuple(found)
+
+
+def stored_as(
+    choice: Choice, slots: Iterable[Slot]
+) -> tuple[tuple[Slot, Representation], ...]:
+    """Say how the weights of a module are stored, for plans; empty if dense."""
+    if not (choice.quantized and is_te_recipe(choice.te_recipe)):
+        return ()
+    spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
+    how = Representation(
+        te_recipe=spec.name,
+        kind=spec.kind,
+        columnwise=not choice.inference,
+        block_dim=getattr(choice.te_recipe, "w_block_scaling_dim", 2),
+    )
+    return tuple((slot, how) for slot in slots)
+
+
+def _capability(request: Request) -> tuple[int, int] | None:
+    if request.compute_capability is not None:
+        return request.compute_capability
+    # A device without an index was asked for where no such device need exist.
+    if request.device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability(request.device)
+
+
+def _gpu_name(request: Request) -> str:
+    if request.compute_capability is not None:
+        return "the GPU that was planned for"
+    return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
 
 
 def is_quantized(tensor: object) -> bool:
