@@ -19,7 +19,7 @@ __all__ = ["hollow"]
 
 def hollow(tensor: Tensor) -> Tensor:
     """Return a hollow tensor; over the same meta storage if there is one."""
-    if tensor.is_meta:
+    if tensor.is_meta and not hasattr(tensor, "device_mesh"):
         data = tensor.detach()
     else:
         data = torch.empty_strided(

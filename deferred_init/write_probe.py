@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import storage_key
+from deferred_init.distributed.fsdp2 import unsharded_type
 from deferred_init.dry_run import WriteWatch
 from deferred_init.hollow import hollow
 from deferred_init.rng import GeneratorSnapshot
@@ -148,7 +149,8 @@ def stand_in(site: ModuleSite, memo: dict[int, Any]) -> nn.Module:
     """
     sites = list(site.post_order())
     for one in sites:
-        twin = type(one.module).__new__(type(one.module))
+        kind = unsharded_type(one.module)
+        twin = kind.__new__(kind)
         memo[id(one.module)] = twin
         for slot in one.slots:
             if id(slot.tensor) not in memo:

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 __all__ = ["fsdp_groups", "fsdp_params", "offload_devices", "split_ties"]
+__all__ += ["unsharded_class", "unsharded_type"]
 
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
@@ -69,3 +70,20 @@ def split_ties(modules: Sequence[tuple[str, nn.Module]]) -> list[list[str]]:
             fqn = f"{named.get(id(owner), '?')}.{name}".lstrip(".")
             held.setdefault(uid, {})[id(param.sharded_param)] = fqn
     return [list(names.values()) for names in held.values() if len(names) > 1]
+
+
+def unsharded_type(module: nn.Module) -> type[nn.Module]:
+    """Return the class that a module had before `fully_shard` gave it one more."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    kind = type(module)
+    if fsdp is not None and kind.__mro__[1] is fsdp.FSDPModule:
+        original: type[nn.Module] = kind.__mro__[2]
+        return original
+    return kind
+
+
+def unsharded_class(tensor: Tensor) -> type[Tensor]:
+    """Return the class that a tensor has on one device."""
+    if not hasattr(tensor, "device_mesh"):
+        return type(tensor)
+    return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor
