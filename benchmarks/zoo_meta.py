@@ -96,6 +96,8 @@ def by_meta(
             return result
         result.seconds["materialize"] = round(time.perf_counter() - start, 3)
         found = zoo.differences(eager, model)
+        # `init_empty_weights` puts an attribute of this name on tied tensors.
+        found = [text for text in found if "[] != ['requires_grad']" not in text]
         if rng == "eager" and not torch.equal(state, torch.get_rng_state()):
             found.append("the final generator state differs")
         _judge(result, build, eager, found)

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from deferred_init.aliases import storage_key
+from deferred_init.handlers.protocol import Workspace
 from deferred_init.inventory import take_inventory
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["difference", "matching_modules", "matching_slots"]
+__all__ = ["difference", "matching_modules", "matching_slots", "tie_again"]
 
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 
@@ -92,6 +93,16 @@ def matching_modules(
     """Pair the modules of the subtree with those of a twin of equal structure."""
     for one, other in zip(site.post_order(), _site_of(twin).post_order(), strict=True):
         yield one.module, other.module
+
+
+def tie_again(slot: Slot, keeper: Slot, workspace: Workspace) -> None:
+    """Put the tensor object of one slot into another, with the attributes of both."""
+    kept = keeper.read()
+    added = {k: v for k, v in vars(slot.read()).items() if k not in vars(kept)}
+    vars(kept).update(added)
+    workspace.on_undo(lambda: [vars(kept).pop(key, None) for key in added])
+    workspace.rebind([slot], kept)
+    workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
 
 
 def _module_type(module: nn.Module) -> tuple[type, bool]:

@@ -33,6 +33,7 @@ from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.twin import tie_again
 from deferred_init.write_probe import ProbeError, probe_writes
 
 __all__ = ["HFInitWeights"]
@@ -237,8 +238,7 @@ def _tie_again(site: ModuleSite, real: set[int], workspace: Workspace) -> None:
         if id(one.tensor) in real:
             one, other = other, one
         if id(one.tensor) not in real and one.tensor.shape == other.tensor.shape:
-            workspace.rebind([one], other.read())
-            workspace.note(f"tied `{one.fqn}` to `{other.fqn}` again")
+            tie_again(one, other, workspace)
 
 
 @contextmanager

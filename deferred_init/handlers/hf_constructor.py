@@ -39,7 +39,7 @@ from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.reconstruction import Construction, find_construction
 from deferred_init.slots import ModuleSite, Slot, SlotKind
-from deferred_init.twin import matching_modules, matching_slots
+from deferred_init.twin import matching_modules, matching_slots, tie_again
 from deferred_init.twin_replay import replay_twin
 
 __all__ = ["HFConstructor"]
@@ -123,8 +123,7 @@ class HFConstructor:
         for slot, tensor in pairs:
             keeper = kept[id(tensor)]
             if slot.tensor is not keeper.tensor:
-                workspace.rebind([slot], keeper.read())
-                workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
+                tie_again(slot, keeper, workspace)
         for ours, its in matching_modules(site, twin):
             if _INITIALIZED in vars(its):
                 setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))

@@ -238,3 +238,13 @@ def test_a_failure_in_the_middle_puts_everything_back(
     monkeypatch.undo()
     di.materialize(model, "cpu", seed=5)
     assert_same(model, eager(builder("t5"))[0])
+
+
+def test_a_mended_tie_has_the_attributes_of_both_sides() -> None:
+    model = WAYS["to meta"](builder("gpt2"))
+    model.transformer.wte.weight.shard_dim = 0
+    model.lm_head.weight.shared_embedding = True
+    di.materialize(model, "cpu", seed=5)
+    weight = model.lm_head.weight
+    assert weight is model.transformer.wte.weight
+    assert (weight.shard_dim, weight.shared_embedding) == (0, True)
