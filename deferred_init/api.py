@@ -161,7 +161,7 @@ def materialize(
         device=request.device,
         dtypes=_castable_to(request),
         dtype_forced=request.dtype is not None,
-        rebound=_rebound(the_plan, workspace),
+        rebound=(*_rebound(the_plan, workspace), *workspace.dropped),
     )
     seconds = {
         "plan": planned - started,

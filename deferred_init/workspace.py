@@ -32,6 +32,7 @@ class ExecutionWorkspace:
         replaced: Tensors that could not keep their identity: `id(old)` to
             `(old, new)`, with `old` kept alive so that the id stays its own.
         notes: Lines for the report.
+        dropped: Names of caches that were emptied on purpose.
     """
 
     def __init__(self, inventory: Inventory, request: Request) -> None:
@@ -46,11 +47,16 @@ class ExecutionWorkspace:
         self.undo.push(self._snapshot.restore)
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         self.notes: list[str] = []
+        self.dropped: list[str] = []
 
     @property
     def request(self) -> Request:
         """What the caller asked for."""
         return self._request
+
+    def drop(self, fqn: str) -> None:
+        """Say that what was cached under a name is gone on purpose."""
+        self.dropped.append(fqn)
 
     def watch(self, module: nn.Module) -> None:
         """Remember the attributes of a module that the inventory does not know."""

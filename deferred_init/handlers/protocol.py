@@ -170,6 +170,10 @@ class Workspace(Protocol):
         """
         ...
 
+    def drop(self, fqn: str) -> None:
+        """Say that what was cached under a name is gone on purpose."""
+        ...
+
     def watch(self, module: nn.Module) -> None:
         """Remember a module's attributes now, to be put back on failure.
 

@@ -41,6 +41,7 @@ class FuserRefresher:
         self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
     ) -> None:
         """Do it once, after all steps."""
+        names = {id(site.module): site.fqn for site in inventory.sites()}
         modules = [site.module for site in inventory.sites()]
         if not any(_is_of_te(type(module)) for module in modules):
             modules = []
@@ -54,8 +55,12 @@ class FuserRefresher:
             attributes = vars(module)
             if isinstance(module, TESequential):
                 attributes["_module_groups"] = None
-            if attributes.get("_fp8_workspaces"):
+            cached = attributes.get("_fp8_workspaces")
+            if cached:
                 attributes["_fp8_workspaces"] = {}
+                prefix = f"{fqn}." if (fqn := names[id(module)]) else ""
+                for name in cached:
+                    workspace.drop(f"{prefix}_fp8_workspaces[{name!r}]")
             attributes.pop("_is_fsdp2", None)
         if count:
             workspace.note(f"refreshed {count} operation fuser(s)")
