@@ -166,7 +166,7 @@ def measure(
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     sharded = time.perf_counter()
-    parameters = list(model.parameters())
+    parameters: list[Any] = list(model.parameters())
     largest = max(p.numel() * p.element_size() for p in parameters)
     _warm_up(device)
     before = _memory(device)
@@ -176,7 +176,7 @@ def measure(
     seconds = time.perf_counter() - start
     shards = sum(p._local_tensor.nbytes for p in parameters)
     peak = _memory(device) - before
-    result = {
+    result: dict[str, Any] = {
         "model": model_name,
         "built": built,
         "world": world,

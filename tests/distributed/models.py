@@ -55,7 +55,7 @@ class Net(nn.Module):
         self.blocks: Any = nn.ModuleList(Block(width) for _ in range(2))
         self.gain = nn.LayerNorm(width)
         self.few = nn.Linear(width, 1)
-        self.head = nn.Linear(width, 11, bias=False)
+        self.head: Any = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
         self.blocks[0].up.weight.requires_grad_(False)
         self.positions: Any

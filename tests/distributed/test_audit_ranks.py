@@ -42,10 +42,8 @@ def test_shards_that_are_identical_are_found(ranks: Ranks) -> None:
 def _alike(_rank: int) -> list[tuple[str, str]]:
     warnings.simplefilter("ignore")
 
-    def make() -> nn.Module:
-        model = nn.Sequential(nn.Linear(8, 4))
-        model.embed = nn.Embedding(6, 4)
-        return model
+    def make() -> Any:
+        return nn.ModuleDict({"embed": nn.Embedding(6, 4)})
 
     model = di.deferred_init(make)
     fully_shard(model)
