@@ -108,9 +108,12 @@ def forecast(
     )
     whole = sum(tensor.num_bytes for tensor in tensors)
     stays = sum(tensor.rank_bytes for tensor in tensors)
-    on_top, reason = _on_top(steps, inventory, request, world_size)
+    whole_first = world_size > 1 and any(step.claim.stored for step in steps)
+    on_top, reason = _on_top(
+        steps, inventory, request, in_parts=world_size > 1 and not whole_first
+    )
     base = stays
-    if world_size > 1 and any(step.claim.stored for step in steps):
+    if whole_first:
         base = whole
         reason = (
             "all of the model on each device, since weights that are stored quantized "
@@ -167,12 +170,12 @@ def scratch_of(step: Step, request: Request) -> tuple[int, str]:
 
 
 def _on_top(
-    steps: Sequence[Step], inventory: Inventory, request: Request, world_size: int
+    steps: Sequence[Step], inventory: Inventory, request: Request, *, in_parts: bool
 ) -> tuple[int, str]:
     """The most that is needed besides what stays, and what for."""
     most, name = max((scratch_of(step, request) for step in steps), default=(0, ""))
     staged = largest_staged_bytes(inventory)
-    if world_size > 1:
+    if in_parts:
         full = (
             (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
             for step in steps

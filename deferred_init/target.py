@@ -6,14 +6,17 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.record import deferred_init
 from deferred_init.spelling import closest
+from deferred_init.te.on_meta import te_on_meta
 
 __all__ = ["TargetError", "build_deferred", "built", "load_function", "load_target"]
 
@@ -97,8 +100,14 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
 
 
 def build_deferred(function: Callable[[], Any]) -> Any:
-    """Call a constructor so that its model takes no memory."""
-    return deferred_init(function)
+    """Call a constructor so that its model takes no memory.
+
+    Transformer Engine's constructors demand a GPU; where there is none they are told
+    that there is, and build on meta.
+    """
+    missing_gpu = "transformer_engine" in sys.modules and not torch.cuda.is_available()
+    with te_on_meta() if missing_gpu else nullcontext():
+        return deferred_init(function)
 
 
 def built(result: Any) -> tuple[list[nn.Module], list[Optimizer]]:
