@@ -153,7 +153,8 @@ class _Claims:
         self.claimed.update(map(id, unfit))  # told once, as what they are
         self.problems.extend(self._weights.matches.problems)
         self.notes.extend(self._weights.matches.notes)
-        for site, claim in self._weights.claims():
+        stored = {id(s.tensor) for _, _, claim in self.found for s, _ in claim.stored}
+        for site, claim in self._weights.claims(stored):
             self._take(site, self._weights, claim)
 
     def ask_for_trees(self, root: ModuleSite, needed: set[int]) -> None:

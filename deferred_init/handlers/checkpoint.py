@@ -18,7 +18,7 @@ Loading comes last in both, so that nothing that is loaded can be written again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from deferred_init.handlers.protocol import (
     Claim,
@@ -29,7 +29,7 @@ from deferred_init.handlers.protocol import (
 )
 from deferred_init.loading.engine import EngineOptions
 from deferred_init.loading.matching import Load, Matches, WeightsRequest, match_weights
-from deferred_init.loading.session import LoadingSession
+from deferred_init.loading.session import STEPS_AT_ONCE, LoadingSession
 from deferred_init.loading.targets import find_targets
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 from deferred_init.sources.protocol import TensorInfo
@@ -79,8 +79,13 @@ class CheckpointInitializer:
         """The first slot of every tensor that is loaded."""
         return tuple(load.target.slot for load in self.matches.loads)
 
-    def claims(self) -> Iterator[tuple[ModuleSite, Claim]]:
-        """Return the claims, in the order of the files; steps of bounded size."""
+    def claims(self, quantized: Set[int]) -> Iterator[tuple[ModuleSite, Claim]]:
+        """Return the claims, in the order of the files; steps of bounded size.
+
+        Args:
+            quantized: By `id`, the tensors that are stored quantized: their values
+                come in high precision first.
+        """
         infos = self._weights.source.tensors
         for number, loads in enumerate(_groups(self.matches.loads, infos), start=1):
             order: Order = (_ORDER, number)
@@ -88,6 +93,7 @@ class CheckpointInitializer:
             claim = Claim(
                 slots=tuple(load.target.slot for load in loads),
                 source=f"weights: {self._weights.source.name}",
+                scratch_bytes=STEPS_AT_ONCE * _scratch_bytes(loads, quantized),
                 order=order,
                 settled=True,
             )
@@ -113,6 +119,11 @@ class CheckpointInitializer:
             [self._loads[number] for number in numbers],
             self._options,
         )
+
+
+def _scratch_bytes(loads: Sequence[Load], quantized: Set[int]) -> int:
+    tensors = (load.target.slot.tensor for load in loads)
+    return sum(t.numel() * t.element_size() for t in tensors if id(t) in quantized)
 
 
 def _groups(

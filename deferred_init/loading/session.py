@@ -14,10 +14,10 @@ from deferred_init.loading.read_plan import Chunk, Landing, join, landings
 from deferred_init.slots import Inventory
 from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
 
-__all__ = ["LoadingSession"]
+__all__ = ["STEPS_AT_ONCE", "LoadingSession"]
 
-_STEPS_AHEAD = 2
-"""How many steps are begun before one is waited for; bounds scratch."""
+STEPS_AT_ONCE = 3
+"""How many steps are under way when one is waited for; bounds scratch."""
 
 
 class LoadingSession:
@@ -65,7 +65,7 @@ class LoadingSession:
             raise
 
     def _run(self, engine: Engine) -> None:
-        until = min(len(self._steps), self._finished + 1 + _STEPS_AHEAD)
+        until = min(len(self._steps), self._finished + STEPS_AT_ONCE)
         for loads in self._steps[len(self._begun) : until]:
             batch, made = self._begin(loads)
             engine.submit(batch)
