@@ -247,7 +247,8 @@ def plan(
         wanted,
         outlook.problems(inventory),
     )
-    return replace(the_plan, gpu=outlook.gpu, world_size=world_size)
+    notes = (*the_plan.notes, *outlook.notes(the_plan.steps))
+    return replace(the_plan, gpu=outlook.gpu, world_size=world_size, notes=notes)
 
 
 def audit(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from deferred_init.errors import listing
-from deferred_init.handlers.protocol import Request, is_staged
+from deferred_init.handlers.protocol import Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.hardware import Hardware, find_gpu
 from deferred_init.slots import Inventory, SlotKind
@@ -30,6 +31,17 @@ class Outlook:
     def problems(self, inventory: Inventory) -> list[str]:
         """Say what the hardware cannot run and what FSDP2 would refuse."""
         return [*self._refused_recipe(), *self._refused_tensors(inventory)]
+
+    def notes(self, steps: Sequence[Step]) -> tuple[str, ...]:
+        """Say where the recipe does nothing that the caller may expect of it."""
+        recipe = self.request.recipe
+        quantizes = recipe is not None and recipe.quantize_weights
+        if not quantizes or not steps or any(step.claim.stored for step in steps):
+            return ()
+        return (
+            f"the recipe `{recipe.name}` stores weights of Transformer Engine's modules "
+            "quantized, and there is none among what is made",
+        )
 
     def _refused_recipe(self) -> list[str]:
         recipe = self.request.recipe

@@ -107,11 +107,12 @@ def test_a_module_built_for_other_hardware_is_refused(te: Any) -> None:
 
 
 TARGET = """
-import torch, transformer_engine.pytorch as te
+import torch
+import transformer_engine.pytorch as te
 
 def build():
     return torch.nn.Sequential(
-        te.TransformerLayer(256, 512, 4, fuse_qkv_params=True, params_dtype=torch.bfloat16),
+        te.TransformerLayer(256, 512, 4, fuse_qkv_params=True),
         te.ops.Sequential(te.ops.Linear(256, 256), te.ops.RMSNorm(256)),
     )
 """

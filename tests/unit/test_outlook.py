@@ -184,3 +184,12 @@ def test_the_plan_is_json() -> None:
     assert data["gpu"]["name"] == "b200"
     assert data["world_size"] == 2
     assert data["tensors"][0]["shape"] == [10, 6]
+
+
+def test_a_recipe_that_quantizes_nothing_here_is_told() -> None:
+    planned = di.plan(di.deferred_init(nn.Linear, 2, 2), "cuda", "fp8_current")
+    assert planned.notes == (
+        "the recipe `fp8_current` stores weights of Transformer Engine's modules "
+        "quantized, and there is none among what is made",
+    )
+    assert di.plan(di.deferred_init(nn.Linear, 2, 2), "cuda", "bf16").notes == ()
