@@ -11,6 +11,7 @@ from deferred_init.errors import (
     PlanError,
 )
 from deferred_init.handlers.registry import register_initializer
+from deferred_init.lazy import materialize_on_first_forward
 from deferred_init.plan import Plan
 from deferred_init.recipe import Recipe
 from deferred_init.record import (
@@ -21,6 +22,7 @@ from deferred_init.record import (
     materialize_tensor,
 )
 from deferred_init.report import Report
+from deferred_init.te.on_meta import on_meta
 
 __version__ = "0.1.0"
 
@@ -38,7 +40,9 @@ __all__ = [
     "is_deferred",
     "materialize",
     "materialize_module",
+    "materialize_on_first_forward",
     "materialize_tensor",
+    "on_meta",
     "param_init_fn",
     "plan",
     "register_initializer",

@@ -73,9 +73,8 @@ def materialize_on_first_forward(
 
     Example:
         >>> import torch, deferred_init as di
-        >>> from deferred_init.lazy import materialize_on_first_forward
         >>> model = torch.nn.Linear(2, 1, device="meta")
-        >>> handle = materialize_on_first_forward(model, "cpu", seed=0)
+        >>> handle = di.materialize_on_first_forward(model, "cpu", seed=0)
         >>> model(torch.ones(1, 2)).shape, handle.pending
         (torch.Size([1, 1]), False)
     """

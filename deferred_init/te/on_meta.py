@@ -60,8 +60,7 @@ def on_meta(on_module: OnModule | None = None) -> Iterator[None]:
 
     Example:
         >>> import torch, deferred_init as di
-        >>> from deferred_init.te.on_meta import on_meta
-        >>> with on_meta():
+        >>> with di.on_meta():
         ...     model = torch.nn.Linear(2, 2)
         >>> model.weight.is_meta
         True
