@@ -39,8 +39,8 @@ class Outlook:
         if not quantizes or not steps or any(step.claim.stored for step in steps):
             return ()
         return (
-            f"the recipe `{recipe.name}` stores weights of Transformer Engine's modules "
-            "quantized, and there is none among what is made",
+            f"the recipe `{recipe.name}` stores weights of Transformer Engine's "
+            "modules quantized, and there is none among what is made",
         )
 
     def _refused_recipe(self) -> list[str]:
