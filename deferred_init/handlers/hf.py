@@ -105,19 +105,19 @@ class HFInitWeights:
     def run(self, step: Step, workspace: Workspace) -> None:
         """Run it on the model itself, with real tensors out of its reach."""
         site, intent = step.site, self._intents[step.site.module]
-        workspace.allocate(step.claim.slots)
-        given = [(slot, slot.read()) for slot in step.claim.slots]
-        # In eager construction ties are made after initialization.
-        apart = [one for one, other in _ties(site) if one.read() is other.read()]
-        aside = _set_aside([*intent.endangered, *apart])
-        with aside, _guarded(slot.tensor for slot in intent.real):
-            for one in site.post_order():
-                setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
-            _initialize(site.module)
-        for slot, tensor in given:
-            if (found := slot.read()) is not tensor:
-                workspace.adopt(slot, found)
-                slot.write(tensor)
+        with workspace.whole(step):
+            given = [(slot, slot.read()) for slot in step.claim.slots]
+            # In eager construction ties are made after initialization.
+            apart = [one for one, other in _ties(site) if one.read() is other.read()]
+            aside = _set_aside([*intent.endangered, *apart])
+            with aside, _guarded(slot.tensor for slot in intent.real):
+                for one in site.post_order():
+                    setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
+                _initialize(site.module)
+            for slot, tensor in given:
+                if (found := slot.read()) is not tensor:
+                    workspace.adopt(slot, found)
+                    slot.write(tensor)
         for one in site.post_order():
             setattr(one.module, _INITIALIZED, True)
         _tie_again(site, {id(slot.tensor) for slot in intent.real}, workspace)

@@ -34,6 +34,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from deferred_init.aliases import storage_key
+from deferred_init.distributed.fsdp2 import unsharded_class
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
@@ -105,7 +106,12 @@ class HFConstructor:
                 workspace.adopt(slot, _dressed(slot.tensor, tensor))
 
         others = _bytes(slots, but=step.claim.slots)
-        if workspace.request.rng != "eager" or others > _room(step.claim.slots):
+        sharded = any(hasattr(s.tensor, "device_mesh") for s in step.claim.slots)
+        if (
+            sharded
+            or workspace.request.rng != "eager"
+            or others > _room(step.claim.slots)
+        ):
             twin = replay_twin(
                 lambda: construction.build(site.module),
                 lambda twin: _own(matching_slots(site, slots, twin), claimed),
@@ -131,6 +137,8 @@ class HFConstructor:
 
 def _dressed(like: Tensor, made: Tensor) -> Tensor:
     """Give a tensor of the twin the class and the dtype of the model's."""
+    if unsharded_class(like) is not type(like):
+        return made  # the workspace keeps this rank's part of it
     if type(made) is type(like) and made.dtype == like.dtype:
         return made
     data = made.detach()
@@ -179,7 +187,7 @@ def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
 
 
 def _is_plain(slot: Slot) -> bool:
-    return type(slot.tensor) in (Tensor, nn.Parameter)
+    return unsharded_class(slot.tensor) in (Tensor, nn.Parameter)
 
 
 def _bytes(slots: Iterable[Slot], but: Iterable[Slot]) -> int:
