@@ -191,7 +191,7 @@ class ExecutionWorkspace:
 
     def _poison(self, tensor: Tensor) -> None:
         if self._request.verify == "full":
-            fill_poison(tensor)
+            fill_poison(getattr(tensor, "_local_tensor", tensor))
 
     def _allocate_shared(self, group: StorageGroup) -> None:
         """Allocate one storage for all members and rebuild each on top of it.

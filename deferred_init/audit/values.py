@@ -81,7 +81,8 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
     poison, nan, infinite = _Counts(), _Counts(), _Counts()
     seen: set[int] = set()
     for place in scene.graph.in_scope("model"):
-        tensor = place.tensor
+        # Of a DTensor what is here; the rest is read where it is.
+        tensor = getattr(place.tensor, "_local_tensor", place.tensor)
         if id(tensor) in seen or place.kind == "gradient" or not _readable(tensor):
             continue
         seen.add(id(tensor))

@@ -161,6 +161,32 @@ def test_replicated_buffers_and_parameters_equal_eager(ranks: Ranks) -> None:
     ranks(3).run(_buffers)
 
 
+class Untouched(nn.Linear):
+    """A module whose init code forgets the bias."""
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+
+def _forgotten(_rank: int, verify: str) -> list[tuple[str, str]]:
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        model: Any = Untouched(6, 16)
+    di.register_initializer(Untouched, lambda module: module.reset_parameters())
+    fully_shard(model)
+    report = di.materialize(model, "cpu", seed=0, verify=verify, strict=False)
+    assert not model.bias.is_meta
+    assert torch.equal(model.weight.full_tensor(), torch.ones(16, 6))
+    return [(finding.code, finding.fqn) for finding in report.findings]
+
+
+def test_what_init_code_forgets_is_found_by_its_poison(ranks: Ranks) -> None:
+    pool = RankPool(2)  # of its own, for the initializer that is registered there
+    for found in pool.run(_forgotten, "full"):
+        assert ("poison-left", "bias") in found
+    pool.close()
+
+
 def _peak(_rank: int) -> list[int]:
     """Count the full-size bytes that are alive at once while a model is filled."""
     warnings.simplefilter("ignore")
