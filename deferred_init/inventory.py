@@ -147,19 +147,18 @@ class _Walk:
         if id(tensor) in self._seen_tensors:
             return
         self._seen_tensors.add(id(tensor))
-        carried = getattr(tensor, "__dict__", None)
-        if carried and type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
-            for attr, value in carried.items():
-                if isinstance(value, Tensor):
-                    self._add(
-                        frame,
-                        f"{name}.{attr}",
-                        SlotKind.TENSOR_ATTRIBUTE,
-                        carried,
-                        value,
-                        False,
-                        attr,
-                    )
+        for attr, value in _carried(tensor).items():
+            if isinstance(value, Tensor):
+                # The object and not its `__dict__`, which a swap replaces.
+                self._add(
+                    frame,
+                    f"{name}.{attr}",
+                    SlotKind.TENSOR_ATTRIBUTE,
+                    tensor,
+                    value,
+                    False,
+                    attr,
+                )
 
     def _look(
         self,
@@ -207,6 +206,17 @@ class _Frame:
             slots=self.slots,
             children=tuple(self.children),
         )
+
+
+def _carried(tensor: Tensor) -> Mapping[str, Any]:
+    """Return what a user put on a tensor, without what a subclass keeps there."""
+    own = getattr(type(tensor), "__carried_attributes__", None)
+    if own is not None:
+        found: Mapping[str, Any] = own(tensor)
+        return found
+    if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+        return {}
+    return getattr(tensor, "__dict__", {})
 
 
 def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:

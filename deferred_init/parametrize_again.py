@@ -11,7 +11,7 @@ from torch.nn.utils import parametrize
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from deferred_init.reparametrized import norm_hooks
+from deferred_init.reparametrized import is_parametrized, norm_hooks, original_type
 
 __all__ = ["NotKnown", "again", "hook_slots", "parametrized_tensors"]
 __all__ += ["plain_stand_in", "restored", "take_missing_buffers"]
@@ -25,7 +25,7 @@ class NotKnown(Exception):
 
 def parametrized_tensors(module: nn.Module) -> list[str]:
     """Return the names of the tensors that are computed, in registration order."""
-    if parametrize.is_parametrized(module):
+    if is_parametrized(module):
         return list(_lists(module))
     return [hook.name for hook in norm_hooks(module)]
 
@@ -41,7 +41,7 @@ def plain_stand_in(module: nn.Module, device: torch.device) -> nn.Module:
     Its contents are undefined; children, and everything that is not a tensor or a
     table of the module, are shared.
     """
-    kind = parametrize.type_before_parametrizations(module)
+    kind = original_type(module)
     plain: nn.Module = object.__new__(kind)
     for name, value in vars(module).items():
         copied = value.copy() if isinstance(value, (dict, set)) else value
@@ -82,7 +82,7 @@ def again(module: nn.Module, plain: nn.Module, *, check_only: bool = False) -> N
     Raises:
         NotKnown: If a parametrization holds tensors and is not one of torch's.
     """
-    if parametrize.is_parametrized(module):
+    if is_parametrized(module):
         for name, listed in _lists(module).items():
             for one in listed:
                 _register(one, listed.unsafe, plain, name, check_only)
@@ -103,7 +103,7 @@ def take_missing_buffers(module: nn.Module, plain: nn.Module) -> None:
     `orthogonal` on meta leaves `base` as None: its `right_inverse` has no kernel there,
     and `ParametrizationList` goes on without it.
     """
-    if not parametrize.is_parametrized(module):
+    if not is_parametrized(module):
         return
     for name, listed in _lists(module).items():
         made = _lists(plain)[name]
@@ -174,7 +174,7 @@ def _apply_weight_norm(plain: nn.Module, hook: WeightNorm) -> None:
 
 def _weight_of(module: nn.Module, name: str) -> Tensor:
     """Return a tensor with the geometry of the one that was parametrized."""
-    if parametrize.is_parametrized(module):
+    if is_parametrized(module):
         listed = _lists(module)[name]
         if listed.is_tensor:
             original: Tensor = listed.original

@@ -10,11 +10,27 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
-from torch.nn.utils.parametrize import is_parametrized
+from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-__all__ = ["is_reparametrized", "norm_hooks"]
+from deferred_init.own_attributes import own_attribute
+
+__all__ = ["is_parametrized", "is_reparametrized", "norm_hooks", "original_type"]
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """What torch's function says, for modules with any `__getattr__` too."""
+    table = own_attribute(module, "parametrizations")
+    return isinstance(table, nn.ModuleDict) and len(table) > 0
+
+
+def original_type(module: nn.Module) -> type:
+    """Return the class of a module as it was before it was parametrized."""
+    if is_parametrized(module):
+        found: type = type_before_parametrizations(module)
+        return found
+    return type(module)
 
 
 def is_reparametrized(module: nn.Module) -> bool:

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import zip_longest
 
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from deferred_init.aliases import storage_key
+from deferred_init.distributed.fsdp2 import unsharded_class, unsharded_type
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.inventory import take_inventory
+from deferred_init.reparametrized import is_parametrized, original_type
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
 __all__ = ["difference", "matching_modules", "matching_slots", "tie_again"]
@@ -106,8 +107,10 @@ def tie_again(slot: Slot, keeper: Slot, workspace: Workspace) -> None:
 
 
 def _module_type(module: nn.Module) -> tuple[type, bool]:
-    """The class; of a parametrized module, which has one of its own, the original."""
-    return type_before_parametrizations(module), is_parametrized(module)
+    """The class; of a parametrized or sharded module the one before that."""
+    if is_parametrized(module):
+        return original_type(module), True
+    return unsharded_type(module), False
 
 
 def _site_of(twin: nn.Module) -> ModuleSite:
@@ -120,7 +123,7 @@ def _registered(sites: Sequence[ModuleSite]) -> list[Slot]:
 
 def _geometry(tensor: Tensor, dtypes: bool) -> tuple[object, ...]:
     kind = tensor.dtype if dtypes else tensor.dtype.is_floating_point
-    return type(tensor), tensor.size(), tensor.stride(), kind
+    return unsharded_class(tensor), tensor.size(), tensor.stride(), kind
 
 
 def _sharing(slots: Sequence[Slot]) -> list[int]:

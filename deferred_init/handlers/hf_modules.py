@@ -18,6 +18,7 @@ from transformers.pytorch_utils import Conv1D
 from deferred_init.dry_run import WriteWatch
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.own_attributes import own_attribute
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot
 from deferred_init.twin import difference, matching_slots
@@ -97,7 +98,7 @@ class HFLeaf:
 
 def _arguments(module: nn.Module) -> dict[str, Any] | None:
     """The constructor's arguments, if the module keeps every one of them."""
-    if not isinstance(getattr(module, "config", None), PreTrainedConfig):
+    if not isinstance(own_attribute(module, "config"), PreTrainedConfig):
         return None
     found: dict[str, Any] = {}
     for name, parameter in inspect.signature(type(module)).parameters.items():

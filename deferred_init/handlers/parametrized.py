@@ -25,7 +25,6 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.parametrize import is_parametrized, type_before_parametrizations
 
 from deferred_init.constructor_names import init_methods
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
@@ -39,7 +38,12 @@ from deferred_init.parametrize_again import (
     restored,
     take_missing_buffers,
 )
-from deferred_init.reparametrized import is_reparametrized, norm_hooks
+from deferred_init.reparametrized import (
+    is_parametrized,
+    is_reparametrized,
+    norm_hooks,
+    original_type,
+)
 from deferred_init.slots import ModuleSite, Slot
 
 __all__ = ["Parametrized"]
@@ -79,7 +83,7 @@ class Parametrized:
         targets = tuple(_targets(site))
         if not targets or not all(_is_plain(slot.tensor) for slot, _ in targets):
             return None
-        kind = type_before_parametrizations(module)
+        kind = original_type(module)
         method = _method(module, kind)
         slots = tuple(slot for slot, _ in targets)
         if any(not slot.deferred for slot in slots):
@@ -187,7 +191,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _problem(site: ModuleSite, slots: tuple[Slot, ...], why: str) -> Claim:
-    kind = type_before_parametrizations(site.module).__name__
+    kind = original_type(site.module).__name__
     what = "hooks" if norm_hooks(site.module) else "parametrizations"
     return Claim(
         slots=tuple(slot for slot in slots if slot.deferred),

@@ -79,7 +79,9 @@ class RecordedAllocator:
         return None
 
     def num_bytes(self, tensor: Tensor, dtype: torch.dtype) -> int:
-        """Bytes of the elements in the given dtype."""
+        """Bytes of its memory: a part of a larger one keeps all, a cast only itself."""
+        if dtype == tensor.dtype:
+            return int(tensor.untyped_storage().nbytes())
         return tensor.numel() * dtype.itemsize
 
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:

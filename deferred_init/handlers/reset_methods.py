@@ -97,7 +97,8 @@ def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
     """The methods to run; `self.apply(self._init_weights)` counts as one."""
     names, certain = init_methods(type(module))
     used = calls_of(type(module))
-    if not certain and _HOOK in used and "apply" in used and hasattr(module, _HOOK):
+    has_hook = hasattr(type(module), _HOOK) or _HOOK in vars(module)
+    if not certain and _HOOK in used and "apply" in used and has_hook:
         return (_HOOK,), True
     return names, certain
 

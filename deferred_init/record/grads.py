@@ -30,7 +30,9 @@ def recompute(
         return None
     first = chain[0].index
     used = {v for node in chain for v in node.reads if v in leaves}
-    if any(v.storage.writers and v.storage.writers[-1] > first for v in used):
+    if not _is_view(value, chain) and any(
+        v.storage.writers and v.storage.writers[-1] > first for v in used
+    ):
         return None
     inside = {out for node in chain for out in node.outs}
     constants = {
@@ -44,6 +46,13 @@ def recompute(
         for node in chain:
             replay.execute(node, env)
     return env[value]
+
+
+def _is_view(value: Value, chain: list[Node]) -> bool:
+    """Whether a value shares memory with its leaf, so that it follows its changes."""
+    outs = [out for node in chain for out in node.outs if out is not None]
+    reads = [read for node in chain for read in node.reads]
+    return all(other.storage is value.storage for other in (*outs, *reads))
 
 
 def _chain(value: Value, leaves: dict[Value, Tensor]) -> list[Node]:

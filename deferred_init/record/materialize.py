@@ -65,8 +65,9 @@ def materialize_module(
     """Make the deferred tensors of a module real: the same objects, eager's bits.
 
     Parameters, buffers and plain tensor attributes (also in lists, tuples and
-    dictionaries) become real; ties and views are kept, other references to the same
-    objects see the change. Real tensors are not touched.
+    dictionaries, and what a tensor carries as an attribute) become real; ties and
+    views are kept, other references to the same objects see the change. Real tensors
+    are not touched.
 
     Args:
         module: The module.
@@ -234,6 +235,9 @@ def _inside(name: str, item: Any, depth: int) -> Iterator[tuple[str, DeferredTen
     """Yield the deferred tensors in an attribute, containers opened."""
     if isinstance(item, DeferredTensor):
         yield name, item
+        for key, carried in user_attributes(item).items():
+            if isinstance(carried, DeferredTensor):
+                yield f"{name}.{key}", carried
     elif depth < 4 and isinstance(item, dict):
         for key, part in item.items():
             yield from _inside(f"{name}[{key!r}]", part, depth + 1)
