@@ -111,7 +111,7 @@ class _Claims:
         self._inventory = inventory
         self._request = request
         self._weights = weights
-        self._reserved = _reserved(inventory, weights)
+        self._reserved = set() if weights is None else weights.reserved()
         self.claimed |= self._reserved
         self._settled |= self._reserved
 
@@ -242,21 +242,6 @@ class _Claims:
             if slot.deferred and id(slot.tensor) not in self.claimed:
                 unique.setdefault(id(slot.tensor), slot)
         return tuple(unique.values())
-
-
-def _reserved(inventory: Inventory, weights: CheckpointInitializer | None) -> set[int]:
-    """Tensors that nobody but the checkpoint writes; see its note."""
-    if weights is None or weights.draws_all:
-        return set()
-    return {
-        id(loaded.tensor)
-        for loaded in weights.loaded
-        if not any(
-            getattr(initializer, "makes_representation", False)
-            for slot in inventory.slots_of(loaded.tensor)
-            for initializer in initializers_for(type(slot.owner))
-        )
-    }
 
 
 def _sites_with_deferred(inventory: Inventory) -> set[int]:

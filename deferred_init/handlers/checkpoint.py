@@ -27,6 +27,7 @@ from deferred_init.handlers.protocol import (
     Step,
     Workspace,
 )
+from deferred_init.handlers.registry import initializers_for
 from deferred_init.loading.engine import EngineOptions
 from deferred_init.loading.matching import Load, Matches, WeightsRequest, match_weights
 from deferred_init.loading.session import STEPS_AT_ONCE, LoadingSession
@@ -74,10 +75,20 @@ class CheckpointInitializer:
         )
         self._loads: dict[int, list[Load]] = {}
 
-    @property
-    def loaded(self) -> tuple[Slot, ...]:
-        """The first slot of every tensor that is loaded."""
-        return tuple(load.target.slot for load in self.matches.loads)
+    def reserved(self) -> set[int]:
+        """Return by `id` the tensors that nobody else writes; see the note."""
+        if self.draws_all:
+            return set()
+        tensors = (load.target.slot.tensor for load in self.matches.loads)
+        return {
+            id(tensor)
+            for tensor in tensors
+            if not any(
+                getattr(initializer, "makes_representation", False)
+                for slot in self._inventory.slots_of(tensor)
+                for initializer in initializers_for(type(slot.owner))
+            )
+        }
 
     def claims(self, quantized: Set[int]) -> Iterator[tuple[ModuleSite, Claim]]:
         """Return the claims, in the order of the files; steps of bounded size.
