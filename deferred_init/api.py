@@ -195,6 +195,7 @@ def plan(
 
     Takes the arguments of `materialize` and needs no device: a plan for `"cuda"`
     can be made on a machine without a GPU. Reads the model, changes nothing.
+    If the model is sharded, every rank that holds a part has to call this.
 
     Args:
         model: As in `materialize`, and so are the other arguments but these two.
