@@ -6,6 +6,8 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from deferred_init.errors import listing
 from deferred_init.loading.dtypes import cast_problem
 from deferred_init.loading.prefixes import suggest_prefix
@@ -13,7 +15,7 @@ from deferred_init.loading.targets import Target
 from deferred_init.rng import canonical_name
 from deferred_init.sources.layout import Assembly, LayoutRule, Stored
 from deferred_init.sources.pieces import Piece, Sizes, whole
-from deferred_init.sources.protocol import TensorSource
+from deferred_init.sources.protocol import TensorInfo, TensorSource
 
 __all__ = ["Load", "Matches", "WeightsRequest", "match_weights"]
 
@@ -42,10 +44,17 @@ class WeightsRequest:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Load:
-    """A tensor of the model and the stored pieces that it is made of."""
+    """A tensor of the model and the stored pieces that it is made of.
+
+    Attributes:
+        target: The tensor.
+        pieces: What is read into it.
+        twins: Keys of other sides of a tie, which have to be equal.
+    """
 
     target: Target
     pieces: tuple[Piece, ...]
+    twins: tuple[str, ...] = ()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -192,9 +201,13 @@ class _Matching:
         if info.shape != target.shape:  # one element, with or without dims
             ones = (1,) * max(len(info.shape), len(target.shape))
             piece = whole(fitting[0], ones)
-        self._accept(target, (piece,))
+        like = (info.shape, info.dtype)
+        twins = [k for k in fitting[1:] if _kind(self._infos[k]) == like]
+        self._accept(target, (piece,), tuple(twins))
 
-    def _accept(self, target: Target, pieces: tuple[Piece, ...]) -> None:
+    def _accept(
+        self, target: Target, pieces: tuple[Piece, ...], twins: tuple[str, ...] = ()
+    ) -> None:
         keys = list(dict.fromkeys(piece.key for piece in pieces))
         self._used.update(keys)
         if not target.slot.deferred:
@@ -205,7 +218,7 @@ class _Matching:
             if reason is not None:
                 self._reject(target, f"{reason} (`{key}`)")
                 return
-        self.result.loads.append(Load(target=target, pieces=pieces))
+        self.result.loads.append(Load(target=target, pieces=pieces, twins=twins))
 
     def _reject(self, target: Target, problem: str) -> None:
         self.result.problems.append(f"`{target.name}` {problem}")
@@ -253,6 +266,10 @@ def _index(stored: Mapping[str, Stored]) -> dict[str, Stored]:
         for name, one in list(found.items()):
             found.setdefault(name.removeprefix(_WRAPPER), one)
     return found
+
+
+def _kind(info: TensorInfo) -> tuple[Sizes, torch.dtype]:
+    return info.shape, info.dtype
 
 
 def _fits(stored: Sizes, wanted: Sizes) -> bool:

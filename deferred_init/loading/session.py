@@ -11,6 +11,7 @@ from deferred_init.loading.destinations import Destination, Destinations
 from deferred_init.loading.engine import Batch, Engine, EngineOptions
 from deferred_init.loading.matching import Load
 from deferred_init.loading.read_plan import Chunk, Landing, join, landings
+from deferred_init.loading.twins import check_twins
 from deferred_init.slots import Inventory
 from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
 
@@ -57,6 +58,7 @@ class LoadingSession:
         try:
             if self._engine is None:
                 self._check_files()
+                check_twins(self._source, self._steps)
                 self._engine = Engine(self._workspace.request.device, self._options)
             self._run(self._engine)
         except BaseException:

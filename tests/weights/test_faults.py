@@ -77,6 +77,8 @@ class FileSource:
         self.tensors: dict[str, TensorInfo] = {}
         offset = 0
         for name, tensor in build().state_dict().items():
+            if name == f"{LAYERS}.weight":
+                continue  # the tie is stored once
             info = TensorInfo(
                 shape=tuple(tensor.shape),
                 dtype=tensor.dtype,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -116,6 +117,19 @@ def test_of_a_tie_stored_twice_one_side_is_read_and_it_is_noted() -> None:
     report = di.materialize(model, "cpu", weights=state, unexpected="error")
     assert_holds(model, state)
     assert any("stores the tied `embed.weight` 2 times" in n for n in report.notes)
+
+
+def test_a_tie_that_the_checkpoint_stores_with_different_values_is_an_error() -> None:
+    """Else one of the two would silently be lost."""
+    model = on_meta(Tied)
+    state = {"embed.weight": torch.randn(5, 4), "head.weight": torch.randn(5, 4)}
+    text = "stores with different values: `embed.weight and head.weight`. Build the "
+    with pytest.raises(di.MaterializeError, match=re.escape(text)):
+        di.materialize(model, "cpu", weights=state)
+    assert model.embed.weight.is_meta
+    names = {r"^head\.": "unused."}
+    di.materialize(model, "cpu", weights=state, names=names)
+    assert torch.equal(model.head.weight, state["embed.weight"])
 
 
 def test_of_a_tie_the_side_with_the_right_shape_is_read() -> None:
