@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path, PurePosixPath, PureWindowsPath
 
 from deferred_init.errors import PlanError, listing
+from deferred_init.sources.byte_files import LocalFile, RemoteFile
 from deferred_init.sources.strict_json import parse_strictly
 
-__all__ = ["is_inside", "read_index"]
+__all__ = ["is_inside", "parse_index", "read_index"]
 
 _MAX_INDEX_BYTES = 500_000_000
 
@@ -25,14 +26,8 @@ def read_index(path: Path) -> dict[str, Path]:
         PlanError: It is malformed, names a place outside its folder, or names files
             that are not there (a download that was not finished).
     """
-    weight_map = _weight_map(path)
+    weight_map = parse_index(LocalFile(path))
     names = sorted(set(weight_map.values()))
-    outside = [name for name in names if not is_inside(name)]
-    if outside:
-        raise PlanError(
-            f"{path}: {len(outside)} file names lead out of the folder: "
-            f"{listing(outside)}. An index may only name files beside or below it"
-        )
     absent = [name for name in names if not (path.parent / name).is_file()]
     if absent:
         raise PlanError(
@@ -42,22 +37,35 @@ def read_index(path: Path) -> dict[str, Path]:
     return {key: path.parent / name for key, name in weight_map.items()}
 
 
-def _weight_map(path: Path) -> dict[str, str]:
+def parse_index(file: LocalFile | RemoteFile) -> dict[str, str]:
+    """Return the file name of each key; every name lies within the index's folder.
+
+    Raises:
+        PlanError: It is malformed, or names a place outside its folder.
+    """
+    if file.size > _MAX_INDEX_BYTES:
+        raise PlanError(f"{file.name}: more than {_MAX_INDEX_BYTES} bytes")
+    text = bytearray(file.size)
     try:
-        if path.stat().st_size > _MAX_INDEX_BYTES:
-            raise PlanError(f"{path}: more than {_MAX_INDEX_BYTES} bytes")
-        content = parse_strictly(path.read_bytes())
-    except OSError as error:
-        raise PlanError(f"{path}: {error.strerror or error}") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not a usable index: {str(error)[:300]}") from None
+        file.read_into(0, memoryview(text))
+        content = parse_strictly(text)
+    except (ValueError, OSError) as error:
+        raise PlanError(
+            f"{file.name} is not a usable index: {str(error)[:300]}"
+        ) from None
     weight_map = content.get("weight_map")
     if not isinstance(weight_map, dict) or not all(
         isinstance(name, str) and name for name in weight_map.values()
     ):
         raise PlanError(
-            f"{path} is not a usable index: `weight_map` is not there, or "
-            "does not map keys to file names"
+            f"{file.name} is not a usable index: `weight_map` is not there, or does "
+            "not map keys to file names"
+        )
+    outside = sorted({name for name in weight_map.values() if not is_inside(name)})
+    if outside:
+        raise PlanError(
+            f"{file.name}: {len(outside)} file names lead out of the folder: "
+            f"{listing(outside)}. An index may only name files beside or below it"
         )
     return weight_map
 

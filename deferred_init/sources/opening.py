@@ -33,8 +33,8 @@ def open_source(
         weights: A safetensors file; an index (`*.index.json`); a folder with either,
             as Hugging Face keeps them; a folder of `torch.distributed.checkpoint`; a
             file of `torch.save`; an address that fsspec knows (`s3://...`) of a
-            safetensors file; a mapping of names to tensors; an object with the
-            `TensorSource` protocol.
+            safetensors file or an index; a mapping of names to tensors; an object
+            with the `TensorSource` protocol.
         mmap: On a CPU, leave tensors in the file where dtype and layout allow. They
             are read when first touched; training them never changes the file, but
             truncating the file while the model lives kills the process. False
@@ -57,6 +57,8 @@ def open_source(
     if isinstance(weights, Mapping):
         return MappingSource(weights)
     if isinstance(weights, str) and "://" in weights:
+        if weights.endswith(_INDEX):
+            return SafetensorsFiles.from_index(weights, sha256=sha256)
         return SafetensorsFiles.open(weights, sha256=sha256)
     if isinstance(weights, (str, os.PathLike)):
         return _open_path(Path(weights), mmap, sha256 or {})

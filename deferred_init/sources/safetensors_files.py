@@ -15,7 +15,7 @@ from deferred_init.sources.byte_files import (
     memory_of,
     open_bytes,
 )
-from deferred_init.sources.index import read_index
+from deferred_init.sources.index import parse_index, read_index
 from deferred_init.sources.protocol import TensorInfo
 from deferred_init.sources.safetensors_header import read_header
 
@@ -88,15 +88,22 @@ class SafetensorsFiles:
     @classmethod
     def from_index(
         cls,
-        path: Path,
+        place: Path | str,
         *,
         mapped: bool = True,
         sha256: Mapping[str, str] | None = None,
     ) -> SafetensorsFiles:
         """Open the files that an index names; arguments as for `open`."""
-        where = read_index(path)
-        files = _open_all(sorted(set(where.values())), mapped, sha256 or {})
-        return cls(str(path), files, {key: str(file) for key, file in where.items()})
+        where: Mapping[str, Path | str]
+        if isinstance(place, Path):
+            where = read_index(place)
+        else:
+            base = place.rpartition("/")[0]
+            names = parse_index(RemoteFile(place))
+            where = {key: f"{base}/{name}" for key, name in names.items()}
+        places = sorted(set(where.values()), key=str)
+        files = _open_all(places, mapped, sha256 or {})
+        return cls(str(place), files, {key: str(file) for key, file in where.items()})
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:

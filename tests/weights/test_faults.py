@@ -126,6 +126,8 @@ def test_without_a_fault_the_same_load_succeeds(small_steps: None) -> None:
     assert file.reads == 2 * LAYERS
     assert len([s for s in report.steps if s.initializer == "checkpoint"]) > 5
     assert torch.equal(model[3].weight, torch.zeros(8, 8))
+    # What a progress bar counts.
+    assert sum(step.num_bytes for step in report.steps) == 20 * (64 + 8) * 4
 
 
 class FailingSource:

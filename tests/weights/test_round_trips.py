@@ -152,6 +152,14 @@ def as_address(state: dict[str, Tensor], folder: Path) -> object:
     return url
 
 
+def as_address_of_an_index(state: dict[str, Tensor], folder: Path) -> object:
+    as_shards(state, folder)
+    for path in folder.iterdir():
+        with fsspec.open(f"memory://{folder.name}/sharded/{path.name}", "wb") as file:
+            file.write(path.read_bytes())
+    return f"memory://{folder.name}/sharded/model.safetensors.index.json"
+
+
 class Own:
     """A source that somebody else wrote."""
 
@@ -186,6 +194,7 @@ SAVERS: list[Saver] = [
     as_torch_shards,
     as_dcp,
     as_address,
+    as_address_of_an_index,
     as_own_source,
 ]
 
