@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any
 
@@ -43,7 +44,7 @@ def _alike(_rank: int) -> list[tuple[str, str]]:
     warnings.simplefilter("ignore")
 
     def make() -> Any:
-        return nn.ModuleDict({"embed": nn.Embedding(6, 4)})
+        return nn.Sequential(OrderedDict(embed=nn.Embedding(6, 4)))
 
     model = di.deferred_init(make)
     fully_shard(model)
