@@ -41,9 +41,10 @@ def build(num_blocks: int, width: int) -> torch.nn.Module:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--plain", action="store_true", help="leave the line out")
-    parser.add_argument("--blocks", type=int, default=4)
+    parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--width", type=int, default=1024)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--lr", type=float, default=5e-4)
+    parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("this example needs a CUDA device; torch finds none")
@@ -52,7 +53,7 @@ def main() -> int:
     from transformer_engine.common.recipe import Float8CurrentScaling
 
     model = build(options.blocks, options.width)
-    optimizer = AdamW(model.parameters(), lr=1e-3)
+    optimizer = AdamW(model.parameters(), lr=options.lr)
     if not options.plain:
         print(
             di.materialize(model, "cuda", "fp8_current", optimizers=[optimizer], seed=0)

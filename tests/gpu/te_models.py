@@ -6,12 +6,14 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
+import pytest
 import torch
-import transformer_engine.pytorch as te
 from torch import Tensor, nn
-from transformer_engine.common import recipe as te_recipes
 
 from deferred_init.te.quantization import is_quantized
+
+te = pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
+te_recipes = pytest.importorskip("transformer_engine.common.recipe")
 
 ROWS, WIDTH = 1024, 128
 BF16 = torch.bfloat16
