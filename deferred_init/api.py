@@ -12,32 +12,20 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
-from deferred_init.distributed.agreement import agreed, finish_together
-from deferred_init.distributed.broadcast import hand_over, receiving_plan
 from deferred_init.errors import AuditError
-from deferred_init.execute import Execution, all_or_nothing, run_steps
-from deferred_init.handlers.checkpoint import CheckpointInitializer
-from deferred_init.handlers.protocol import Request
-from deferred_init.handlers.registry import load_handlers, refreshers
-from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
-from deferred_init.inventory import take_inventory
-from deferred_init.loading.matching import WeightsRequest
+from deferred_init.handlers.registry import load_handlers
 from deferred_init.outlook import make_outlook
+from deferred_init.pipeline import look, make_agreed_plan, run_plan
 from deferred_init.plan import Plan
-from deferred_init.planner import make_plan
-from deferred_init.progress import progress_bar
-from deferred_init.report import Report, ReportStep
-from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
-from deferred_init.slots import Inventory
+from deferred_init.report import Report
 from deferred_init.sources.layout import LayoutRule
+from deferred_init.summary import dtypes_asked_for, rebound_names, summarize
 from deferred_init.validate import (
     as_models,
     as_optimizers,
     make_request,
     make_weights,
-    wrapper_problems,
 )
-from deferred_init.workspace import ExecutionWorkspace
 
 __all__ = ["audit", "materialize", "plan"]
 
@@ -146,11 +134,11 @@ def materialize(
         rank_timeout_s=rank_timeout_s,
     )
     wanted = make_weights(weights, names, missing, unexpected)
-    inventory = _look(models)
-    the_plan = _plan(inventory, request, opts, wanted)
+    inventory = look(models)
+    the_plan = make_agreed_plan(inventory, request, opts, wanted)
     before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
-    execution, workspace = _execute(the_plan, opts, held, progress)
+    execution, workspace = run_plan(the_plan, opts, held, progress)
     executed = time.perf_counter()
     findings = run_audit(
         models,
@@ -159,16 +147,16 @@ def materialize(
         verify=verify,
         expected=before,
         device=request.device,
-        dtypes=_castable_to(request),
+        dtypes=dtypes_asked_for(request),
         dtype_forced=request.dtype is not None,
-        rebound=(*_rebound(the_plan, workspace), *workspace.dropped),
+        rebound=(*rebound_names(the_plan, workspace), *workspace.dropped),
     )
     seconds = {
         "plan": planned - started,
         "execute": executed - planned,
         "audit": time.perf_counter() - executed,
     }
-    report = _report(the_plan, execution, workspace, findings, seconds)
+    report = summarize(the_plan, execution, workspace, findings, seconds)
     if strict and not report.ok:
         raise AuditError(str(report), report)
     return report
@@ -240,8 +228,8 @@ def plan(
     )
     outlook = make_outlook(request, gpu, world_size)
     wanted = make_weights(weights, names, missing, unexpected)
-    inventory = _look(as_models(model))
-    the_plan = _plan(
+    inventory = look(as_models(model))
+    the_plan = make_agreed_plan(
         inventory,
         outlook.request,
         as_optimizers(optimizers),
@@ -279,125 +267,3 @@ def audit(
     findings = run_audit(models, optimizers=opts, holders=tuple(holders), verify=verify)
     seconds = {"audit": time.perf_counter() - started}
     return Report(findings=tuple(findings), seconds=seconds)
-
-
-def _look(models: tuple[nn.Module, ...]) -> Inventory:
-    load_handlers()
-    return take_inventory(models)
-
-
-def _plan(
-    inventory: Inventory,
-    request: Request,
-    optimizers: tuple[Optimizer, ...],
-    wanted: WeightsRequest | None,
-    problems: Sequence[str] = (),
-) -> Plan:
-    before = [
-        *problems,
-        *wrapper_problems(inventory),
-        *check_holders(inventory, optimizers),
-    ]
-    weights = None
-    if wanted is not None:
-        weights = CheckpointInitializer(inventory, request, wanted)
-
-    def make() -> Plan:
-        return make_plan(inventory, request, before, weights)
-
-    return agreed(inventory, request, lambda: receiving_plan(inventory, request, make))
-
-
-def _execute(
-    the_plan: Plan,
-    optimizers: tuple[Optimizer, ...],
-    holders: tuple[Any, ...],
-    progress: bool | None,
-) -> tuple[Execution, ExecutionWorkspace]:
-    """Run the plan, then rebind; all of it or nothing."""
-    request = the_plan.request
-    generators = GeneratorSnapshot(request.device)
-    workspace = ExecutionWorkspace(the_plan.inventory, request)
-    with (
-        all_or_nothing(workspace, generators),
-        finish_together(the_plan.inventory, request),
-        progress_bar(the_plan, progress) as on_step,
-    ):
-        execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
-        if request.rng == "by_name" or not request.draws_unneeded:
-            generators.restore()
-        hand_over(the_plan, workspace.current)
-        for text in fill_optimizer_state(optimizers, workspace.on_undo):
-            workspace.note(f"made {text}")
-        for refresher in refreshers():
-            refresher.refresh(the_plan.inventory, holders, workspace)
-        for place in rebind_holders(
-            workspace.replaced, optimizers, holders, workspace.on_undo
-        ):
-            workspace.note(f"rebound {place}")
-    return execution, workspace
-
-
-def _policy(the_plan: Plan) -> Eager | ByName:
-    """Return the RNG policy; an eager one begins with the seed."""
-    request = the_plan.request
-    if request.rng == "by_name":
-        assert request.seed is not None, "checked by make_request"
-        return ByName(request.seed, request.device)
-    if request.seed is not None and the_plan.steps:
-        seed_all(request.seed, request.device)
-    return Eager()
-
-
-def _rebound(the_plan: Plan, workspace: ExecutionWorkspace) -> tuple[str, ...]:
-    """Names of the tensors that could not stay the same objects."""
-    return tuple(
-        slot.fqn
-        for slot in the_plan.inventory.slots
-        if id(slot.tensor) in workspace.replaced
-    )
-
-
-def _castable_to(request: Request) -> tuple[torch.dtype, ...]:
-    """The dtypes that the request gives to floating-point tensors."""
-    if request.dtype is not None:
-        return (request.dtype,)
-    if request.recipe is None:
-        return ()
-    policy = request.recipe.dtype
-    chosen = (policy.parameter, policy.norm, policy.buffer)
-    return tuple(dtype for dtype in chosen if dtype is not None)
-
-
-def _report(
-    the_plan: Plan,
-    execution: Execution,
-    workspace: ExecutionWorkspace,
-    findings: Sequence[Any],
-    seconds: dict[str, float],
-) -> Report:
-    return Report(
-        findings=tuple(findings),
-        seconds=seconds,
-        device=str(the_plan.request.device),
-        recipe=getattr(the_plan.request.recipe, "name", None),
-        rng=the_plan.request.rng,
-        notes=(*the_plan.notes, *workspace.notes),
-        assumptions=the_plan.assumptions,
-        rebound=_rebound(the_plan, workspace),
-        steps=tuple(
-            ReportStep(
-                fqn=step.site.fqn,
-                module_class=type(step.site.module).__name__,
-                initializer=step.initializer.name,
-                source=step.claim.source,
-                num_tensors=len(step.claim.slots),
-                num_bytes=step.num_bytes,
-                seconds=execution.seconds.get(step.index, 0.0),
-            )
-            for step in the_plan.steps
-        ),
-        final_bytes=the_plan.final_bytes,
-        peak_bytes=execution.peak_bytes,
-        predicted_peak_bytes=the_plan.peak_bytes,
-    )

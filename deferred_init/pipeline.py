@@ -1,0 +1,102 @@
+"""The stages between arguments and report: look, plan, run and rebind."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from deferred_init.distributed.agreement import agreed, finish_together
+from deferred_init.distributed.broadcast import hand_over, receiving_plan
+from deferred_init.execute import Execution, all_or_nothing, run_steps
+from deferred_init.handlers.checkpoint import CheckpointInitializer
+from deferred_init.handlers.protocol import Request
+from deferred_init.handlers.registry import load_handlers, refreshers
+from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
+from deferred_init.inventory import take_inventory
+from deferred_init.loading.matching import WeightsRequest
+from deferred_init.plan import Plan
+from deferred_init.planner import make_plan
+from deferred_init.progress import progress_bar
+from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
+from deferred_init.slots import Inventory
+from deferred_init.validate import wrapper_problems
+from deferred_init.workspace import ExecutionWorkspace
+
+__all__ = ["look", "make_agreed_plan", "run_plan"]
+
+
+def look(models: tuple[nn.Module, ...]) -> Inventory:
+    """Take the inventory, with the handlers of every ecosystem in use loaded."""
+    load_handlers()
+    return take_inventory(models)
+
+
+def make_agreed_plan(
+    inventory: Inventory,
+    request: Request,
+    optimizers: tuple[Optimizer, ...],
+    wanted: WeightsRequest | None,
+    problems: Sequence[str] = (),
+) -> Plan:
+    """Make a plan on which all ranks that share the model agree.
+
+    Raises:
+        PlanError: If anything is unclaimed or impossible, here or on another rank.
+    """
+    before = [
+        *problems,
+        *wrapper_problems(inventory),
+        *check_holders(inventory, optimizers),
+    ]
+    weights = None
+    if wanted is not None:
+        weights = CheckpointInitializer(inventory, request, wanted)
+
+    def make() -> Plan:
+        return make_plan(inventory, request, before, weights)
+
+    return agreed(inventory, request, lambda: receiving_plan(inventory, request, make))
+
+
+def run_plan(
+    the_plan: Plan,
+    optimizers: tuple[Optimizer, ...],
+    holders: tuple[Any, ...],
+    progress: bool | None,
+) -> tuple[Execution, ExecutionWorkspace]:
+    """Run the plan, then rebind; all of it or nothing."""
+    request = the_plan.request
+    generators = GeneratorSnapshot(request.device)
+    workspace = ExecutionWorkspace(the_plan.inventory, request)
+    with (
+        all_or_nothing(workspace, generators),
+        finish_together(the_plan.inventory, request),
+        progress_bar(the_plan, progress) as on_step,
+    ):
+        execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
+        if request.rng == "by_name" or not request.draws_unneeded:
+            generators.restore()
+        hand_over(the_plan, workspace.current)
+        for text in fill_optimizer_state(optimizers, workspace.on_undo):
+            workspace.note(f"made {text}")
+        for refresher in refreshers():
+            refresher.refresh(the_plan.inventory, holders, workspace)
+        for place in rebind_holders(
+            workspace.replaced, optimizers, holders, workspace.on_undo
+        ):
+            workspace.note(f"rebound {place}")
+    return execution, workspace
+
+
+def _policy(the_plan: Plan) -> Eager | ByName:
+    """Return the RNG policy; an eager one begins with the seed."""
+    request = the_plan.request
+    if request.rng == "by_name":
+        assert request.seed is not None, "checked by make_request"
+        return ByName(request.seed, request.device)
+    if request.seed is not None and the_plan.steps:
+        seed_all(request.seed, request.device)
+    return Eager()
