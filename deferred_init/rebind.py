@@ -43,7 +43,9 @@ def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
     return "a view of it, or a graph that uses it, is alive" if extra > 0 else None
 
 
-def exchange(old: Tensor, new: Tensor) -> Callable[[], None]:
+def exchange(
+    old: Tensor, new: Tensor, log: Callable[[Callable[[], None]], None] | None = None
+) -> Callable[[], None]:
     """Give `old` the contents of `new`; `old` keeps its identity and what it carried.
 
     Weak references, views and live graphs, for which `swap_tensors` refuses, do not
@@ -55,9 +57,12 @@ def exchange(old: Tensor, new: Tensor) -> Callable[[], None]:
         old: The object that everybody holds.
         new: A freshly made tensor. Its own attributes win over carried ones of
             the same name (a quantized tensor keeps its data in attributes).
+        log: Is handed the undo function before anything is changed, because an
+            interrupt may come between any two lines.
 
     Returns:
-        A function that undoes the exchange.
+        A function that undoes the exchange, all of it or what was done of it; it
+        may be called again.
 
     Raises:
         TypeError: If Python cannot exchange the two classes; nothing was changed.
@@ -65,17 +70,40 @@ def exchange(old: Tensor, new: Tensor) -> Callable[[], None]:
     saved: dict[str, Any] = dict(old.__dict__)
     made: dict[str, Any] = dict(new.__dict__)
     carried = _carried(old)
+    undo = _undo_of(old, new, saved, made)
+    if log is not None:
+        log(undo)
     if swap_obstacle(old) is None and _same_slots(old, new):
         torch.utils.swap_tensors(old, new)
     else:
         _swap_unchecked(old, new)
     old.__dict__ = {**carried, **made}
     _reregister_hooks(old)
+    return undo
+
+
+def _undo_of(
+    old: Tensor, new: Tensor, saved: dict[str, Any], made: dict[str, Any]
+) -> Callable[[], None]:
+    """Return a function that puts both tensors back from wherever they are."""
+    pairs = ((old, type(old), saved), (new, type(new), made))
+    slots = [
+        (tensor, name, getattr(tensor, name))
+        for tensor in (old, new)
+        for name in copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+        if hasattr(tensor, name)
+    ]
+    behind = old._cdata
 
     def undo() -> None:
-        _swap_unchecked(old, new)
-        old.__dict__ = saved
-        new.__dict__ = made
+        for tensor, kind, attributes in pairs:
+            if type(tensor) is not kind:
+                tensor.__class__ = kind
+            tensor.__dict__ = attributes
+        for tensor, name, value in slots:
+            setattr(tensor, name, value)
+        if old._cdata != behind:
+            torch._C._swap_tensor_impl(old, new)
         _reregister_hooks(old)
 
     return undo

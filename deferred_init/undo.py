@@ -11,6 +11,7 @@ from torch import nn
 __all__ = ["ModuleSnapshot", "UndoLog"]
 
 Action = Callable[[], None]
+_MAX_ATTEMPTS = 10
 
 
 class UndoLog:
@@ -23,7 +24,10 @@ class UndoLog:
         return len(self._actions)
 
     def push(self, action: Action) -> None:
-        """Remember how to undo what was just done."""
+        """Remember how to undo what was just done, or is about to be.
+
+        An action may be called though its deed was not done, and twice.
+        """
         self._actions.append(action)
 
     def rollback(self, cause: BaseException | None = None) -> list[BaseException]:
@@ -38,11 +42,20 @@ class UndoLog:
             traceback.clear_frames(cause.__traceback__)
             cause = cause.__cause__ or cause.__context__
         failures: list[BaseException] = []
+        attempts = 0
         while self._actions:
+            attempts += 1
             try:
-                self._actions.pop()()
+                self._actions[-1]()
             except Exception as error:  # noqa: BLE001 - undo the rest all the same
                 failures.append(error)
+            except KeyboardInterrupt as error:
+                # Impatience. Actions can be repeated: do this one again.
+                if attempts < _MAX_ATTEMPTS:
+                    continue
+                failures.append(error)
+            self._actions.pop()
+            attempts = 0
         return failures
 
 

@@ -105,8 +105,8 @@ class ExecutionWorkspace:
             old = self.current(slot.tensor)
             for place in self._inventory.slots_of(slot.tensor):
                 if place.read() is old:
-                    place.write(tensor)
                     self.undo.push(partial(place.write, old))
+                    place.write(tensor)
             self.replaced[id(slot.tensor)] = (slot.tensor, tensor)
             self._made.update((id(slot.tensor), id(tensor)))
 
@@ -160,7 +160,7 @@ class ExecutionWorkspace:
         """Exchange contents, or where that is impossible replace the object."""
         self._made.add(id(old))
         try:
-            self.undo.push(exchange(old, new))
+            exchange(old, new, self.undo.push)
         except TypeError:  # the two classes have different layouts
             self._replace(old, new)
 
@@ -169,8 +169,8 @@ class ExecutionWorkspace:
         new.__dict__.update(old.__dict__)
         _copy_hooks(old, new)
         for slot in self._inventory.slots_of(old):
-            slot.write(new)
             self.undo.push(partial(slot.write, old))
+            slot.write(new)
         self.replaced[id(old)] = (old, new)
         self._made.add(id(new))
 
