@@ -58,7 +58,9 @@ _ECOSYSTEMS = {
     ),
     "transformer_engine.pytorch": (
         "deferred_init.handlers.te_modules",
+        "deferred_init.handlers.te_attention",
         "deferred_init.handlers.te_ops",
+        "deferred_init.handlers.te_aliases",
         "deferred_init.handlers.quantized",
         "deferred_init.te.audit_te",
     ),

@@ -23,13 +23,11 @@ from torch import Tensor, nn
 from transformer_engine.pytorch.attention.dot_product_attention import (
     DotProductAttention,
 )
-from transformer_engine.pytorch.attention.rope import RotaryPositionEmbedding
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, has_user_rule
 from deferred_init.slots import ModuleSite, Slot, SlotKind
-from deferred_init.te.constructed import rotary_dim
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
@@ -46,7 +44,7 @@ from deferred_init.te.quantization import (
     stored_as,
 )
 
-__all__ = ["RotaryInit", "SoftmaxOffsetInit", "TEModuleInit", "adopt_made"]
+__all__ = ["TEModuleInit", "adopt_made"]
 
 _TP_ATTRIBUTES = (
     "tensor_model_parallel",
@@ -62,7 +60,7 @@ class TEModuleInit:
     name = "te.modules"
     composite = False
     makes_representation = True
-    """Quantized storage and tensor-parallel attributes, also where values are loaded."""
+    """Quantized storage and tensor-parallel attributes, also of loaded values."""
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
@@ -124,60 +122,6 @@ class TEModuleInit:
                 _prefer_carried(slot, slot.read())
             for slot in late:
                 adopt_made(slot, workspace)
-
-
-class SoftmaxOffsetInit:
-    """Zeroes `softmax_offset`, as the constructor of attention does.
-
-    TE's `reset_parameters` would fill it from a normal distribution.
-    """
-
-    name = "te.modules"
-    composite = False
-
-    def claim(
-        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
-    ) -> Claim | None:
-        """Claim the offset, learnable or not."""
-        made = tuple(slot for slot in pending if slot.name == "softmax_offset")
-        return Claim(slots=made, source="zeros") if made else None
-
-    def run(self, step: Step, workspace: Workspace) -> None:
-        """Fill with zeros; draws nothing."""
-        with workspace.filling(step), torch.no_grad():
-            for slot in step.claim.slots:
-                slot.read().zero_()
-
-
-class RotaryInit:
-    """Computes `inv_freq` again, on the device, by the constructor's formula."""
-
-    name = "te.modules"
-    composite = False
-
-    def claim(
-        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
-    ) -> Claim | None:
-        """Claim the buffer."""
-        made = tuple(slot for slot in pending if slot.name == "inv_freq")
-        if not made:
-            return None
-        known = rotary_dim(site.module) is not None
-        guess = f"`{made[0].fqn}` is for an even number of dimensions"
-        return Claim(
-            slots=made, source="inv_freq", assumptions=() if known else (guess,)
-        )
-
-    def run(self, step: Step, workspace: Workspace) -> None:
-        """Compute the frequencies."""
-        module: Any = step.site.module
-        with workspace.filling(step), torch.no_grad():
-            buffer = module.inv_freq
-            dim = rotary_dim(module) or 2 * buffer.numel()
-            exponents = torch.arange(
-                0, dim, 2, dtype=torch.float32, device=buffer.device
-            )
-            buffer.copy_(1.0 / (module.rotary_base ** (exponents / dim)))
 
 
 def adopt_made(slot: Slot, workspace: Workspace) -> None:
@@ -305,5 +249,3 @@ def _set_aside(loaded: list[Slot]) -> Iterator[None]:
 
 
 add_initializer(TEModuleInit(), TransformerEngineBaseModule)
-add_initializer(SoftmaxOffsetInit(), DotProductAttention)
-add_initializer(RotaryInit(), RotaryPositionEmbedding)

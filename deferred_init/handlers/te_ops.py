@@ -10,8 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformer_engine.pytorch.ops import FusedOperation
+from torch import nn
 from transformer_engine.pytorch.ops.op import BasicOperation
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
@@ -20,9 +19,8 @@ from deferred_init.handlers.registry import (
     add_refresher,
     has_user_rule,
 )
-from deferred_init.inventory import look_into
 from deferred_init.slots import ModuleSite, Slot, SlotKind
-from deferred_init.te.fusers import FuserRefresher, find_fusers, stale_parameters
+from deferred_init.te.fusers import FuserRefresher
 from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
 from deferred_init.te.quantization import (
     Choice,
@@ -33,7 +31,7 @@ from deferred_init.te.quantization import (
     stored_as,
 )
 
-__all__ = ["BasicOpInit", "FusedOpAliases", "StaleFuserParameters"]
+__all__ = ["BasicOpInit"]
 
 _HOOK = "pre_first_fuser_forward"
 
@@ -96,94 +94,6 @@ class BasicOpInit:
                 f"`{step.site.fqn}`: Transformer Engine's ops do not keep the values "
                 "from before quantization"
             )
-
-
-class FusedOpAliases:
-    """Points the parameters that a fused op registers too at those of its basic ops.
-
-    `ops.Linear` registers its basic ops' `weight` and `bias` as its own. Whatever
-    replaces objects (`to_empty`, a first step that failed) leaves them apart.
-    """
-
-    name = "te.ops aliases"
-    composite = True
-
-    def claim(
-        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
-    ) -> Claim | None:
-        """Claim aliases without memory, and basic parameters whose alias has it."""
-        slots: list[Slot] = []
-        rewrites: list[Slot] = []
-        for alias, own in _aliases(site):
-            if alias.tensor is own.tensor or not (alias.deferred or own.deferred):
-                continue
-            if alias in pending:
-                slots.append(alias)
-            if own.deferred:
-                rewrites.append(own)
-        if not (slots or rewrites):
-            return None
-        return Claim(slots=tuple(slots), rewrites=tuple(rewrites), source="alias")
-
-    def run(self, step: Step, workspace: Workspace) -> None:
-        """Make the two the same object again."""
-        claim = step.claim
-        for alias, own in _aliases(step.site):
-            if alias.tensor is own.tensor:
-                continue
-            if alias in claim.slots and own in claim.rewrites:
-                workspace.rebind((alias,), own.read())
-            elif alias in claim.slots:
-                workspace.adopt(alias, own.read())
-                workspace.rebind((own,), alias.read())
-            elif own in claim.rewrites:
-                workspace.rebind((own,), alias.read())
-
-
-class StaleFuserParameters:
-    """Gives the parameters that a failed first step left in a fuser their contents.
-
-    The hook ran inside the first forward: the op has a new Parameter with memory,
-    while the fuser, and every optimizer built before, hold the old one without. The
-    old object takes over the contents and goes back into the op.
-    """
-
-    name = "te.ops fuser"
-    composite = False
-
-    def claim(
-        self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
-    ) -> Claim | None:
-        """Claim stale parameters found in a fuser that the module holds."""
-        if not any("_basic_op_params" in slot.name for slot in pending):
-            return None
-        known = {id(tensor) for tensor, _ in _stale(site.module)}
-        made = tuple(slot for slot in pending if id(slot.tensor) in known)
-        return Claim(slots=made, source="contents of the op") if made else None
-
-    def run(self, step: Step, workspace: Workspace) -> None:
-        """Exchange contents, and put the old objects back into their ops."""
-        actual = {id(cached): made for cached, made in _stale(step.site.module)}
-        places = {
-            id(slot.tensor): slot
-            for site in step.site.post_order()
-            for slot in site.slots
-            if slot.kind is SlotKind.PARAMETER
-        }
-        for slot in step.claim.slots:
-            made = actual[id(slot.tensor)]
-            workspace.adopt(slot, made)
-            workspace.rebind((places[id(made)],), slot.read())
-
-
-def _stale(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
-    """Pair each cached tensor without memory with the one that its op has now."""
-    return [
-        (cached, now)
-        for fuser in find_fusers([module])
-        for _, _, cached, now in stale_parameters(fuser)
-        if now is not None and cached.is_meta and not now.is_meta
-    ]
 
 
 def _run_hook(step: Step, workspace: Workspace) -> None:
@@ -277,33 +187,5 @@ def _is_weight(slot: Slot) -> bool:
     return slot.kind is SlotKind.PARAMETER and slot.name.startswith("weight")
 
 
-def _aliases(site: ModuleSite) -> list[tuple[Slot, Slot]]:
-    """Pair a fused op's own parameters with those of the same name of its ops."""
-    own = [slot for slot in site.slots if slot.kind is SlotKind.PARAMETER]
-    if not own:
-        return []
-    ops = {id(op) for op in getattr(site.module, "basic_ops", ())}
-    below = [
-        slot
-        for inner in site.post_order()
-        if id(inner.module) in ops
-        for slot in inner.slots
-        if slot.kind is SlotKind.PARAMETER
-    ]
-    pairs = []
-    for alias in own:
-        same = [
-            slot
-            for slot in below
-            if slot.name == alias.name and slot.tensor.shape == alias.tensor.shape
-        ]
-        if len(same) == 1:
-            pairs.append((alias, same[0]))
-    return pairs
-
-
-look_into("transformer_engine.pytorch.ops.fuser", "OperationFuser")
 add_initializer(BasicOpInit(), BasicOperation)
-add_initializer(FusedOpAliases(), FusedOperation)
-add_initializer(StaleFuserParameters(), first=True)
 add_refresher(FuserRefresher())
