@@ -25,7 +25,8 @@ from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.staging import largest_staged_bytes
 from deferred_init.target_dtype import final_dtype
 
-__all__ = ["Forecast", "PlannedTensor", "forecast", "new_bytes", "scratch_of"]
+__all__ = ["Forecast", "PlannedTensor", "bytes_by_format", "forecast"]
+__all__ += ["new_bytes", "scratch_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,34 @@ def new_bytes(
 def representation_of(slot: Slot, claim: Claim) -> Representation | None:
     """Say how a claim stores a slot quantized; None for dense."""
     return next((how for each, how in claim.stored if each is slot), None)
+
+
+def bytes_by_format(step: Step, request: Request) -> dict[str, int]:
+    """Divide the bytes of a step by dtype, or by recipe where stored quantized."""
+    sizes: dict[str, int] = {}
+    left = step.num_bytes
+    for slot in step.claim.slots:
+        stored = representation_of(slot, step.claim)
+        dtype = str(final_dtype(slot, request)).removeprefix("torch.")
+        name = dtype if stored is None else stored.te_recipe
+        # Bytes of a shared storage are counted with its first tensor only.
+        size = min(_rough_bytes(slot, stored, request), left)
+        sizes[name] = sizes.get(name, 0) + size
+        left -= size
+    if left and sizes:
+        sizes[next(iter(sizes))] += left
+    return sizes
+
+
+def _rough_bytes(slot: Slot, stored: Representation | None, request: Request) -> int:
+    """Bytes of a tensor of any type, which may be real by now."""
+    tensor = getattr(slot.tensor, "_local_tensor", slot.tensor)
+    known = None
+    if stored is not None:
+        known = stored.num_bytes(tensor.shape, request.compute_capability)
+    if known is not None:
+        return known
+    return int(tensor.numel()) * final_dtype(slot, request).itemsize
 
 
 def scratch_of(step: Step, request: Request) -> tuple[int, str]:

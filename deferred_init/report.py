@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from deferred_init.report_html import report_html
+from deferred_init.report_plot import save_plot
 from deferred_init.report_text import report_text
 
 __all__ = ["Finding", "Report", "ReportStep"]
@@ -51,6 +55,7 @@ class ReportStep:
         num_tensors: How many tensors got memory.
         num_bytes: Their bytes on the device.
         seconds: Host seconds; CUDA work is not waited for.
+        bytes_by_format: The bytes by dtype, or by recipe where stored quantized.
     """
 
     fqn: str
@@ -60,6 +65,7 @@ class ReportStep:
     num_tensors: int = 0
     num_bytes: int = 0
     seconds: float = 0.0
+    bytes_by_format: Mapping[str, int] = field(default_factory=dict)
 
 
 def _versions() -> dict[str, str]:
@@ -151,6 +157,33 @@ class Report:
         if not isinstance(data, dict):
             raise ValueError(f"expected a JSON object, found {type(data).__name__}")
         return cls.from_dict(data)
+
+    def to_html(self) -> str:
+        """Return one HTML page: nothing else is needed to look at it."""
+        return report_html(self)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the report in the format that the ending of the path names.
+
+        Args:
+            path: Ends in `.html`, `.json`, `.txt`, or `.png` for the curve of bytes
+                over time, which needs matplotlib. A file that is there is replaced.
+
+        Raises:
+            ValueError: Another ending.
+            ImportError: A picture without matplotlib.
+        """
+        target = Path(path)
+        if target.suffix == ".png":
+            save_plot(self, target)
+            return
+        writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
+        writer = writers.get(target.suffix)
+        if writer is None:
+            raise ValueError(
+                f"a report is saved as .html, .json, .txt or .png, found {str(path)!r}"
+            )
+        target.write_text(f"{writer()}\n", encoding="utf-8")
 
     def __str__(self) -> str:
         """Return a text of at most 100 columns, findings first."""

@@ -14,8 +14,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "findings.md"
 _HEAD = """\
 # Findings
 
-What each code of a finding means. The audit's message names the place, and says what was
-expected and found; here are the usual cause and the cure. The same texts are in
+What each code of a finding means. The audit's message names the place, and says what
+was expected and found; here are the usual cause and the cure. The same texts are in
 `deferred_init.audit.EXPLANATIONS`.
 """
 

@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its links lead somewhere, its tables are current."""
+"""The documentation: its code runs, its links lead somewhere, nothing is stale."""
 
 from __future__ import annotations
 

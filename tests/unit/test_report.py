@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
@@ -141,3 +144,44 @@ def test_a_real_report_names_versions_stages_and_sources() -> None:
 )
 def test_sizes_are_written_for_people(size: int, text: str) -> None:
     assert bytes_text(size) == text
+
+
+def test_a_report_is_saved_in_the_format_of_the_ending(tmp_path: Path) -> None:
+    report = di.materialize(di.deferred_init(nn.Linear, 4, 4), "cpu", seed=0)
+    for ending in ("html", "json", "txt", "png"):
+        report.save(tmp_path / f"report.{ending}")
+    assert Report.from_json((tmp_path / "report.json").read_text()) == report
+    assert (tmp_path / "report.txt").read_text() == f"{report}\n"
+    assert (tmp_path / "report.html").read_text() == f"{report.to_html()}\n"
+    assert (tmp_path / "report.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_another_ending_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"as \.html, \.json, \.txt or \.png, found"):
+        Report().save(tmp_path / "report.pdf")
+
+
+def test_a_picture_of_a_report_without_steps_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no steps, so there is no curve"):
+        Report().save(tmp_path / "report.png")
+
+
+def test_a_picture_without_matplotlib_says_how_to_get_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    report = di.materialize(di.deferred_init(nn.Linear, 4, 4), "cpu", seed=0)
+    with pytest.raises(ImportError, match=r'pip install "deferred-init\[report\]"'):
+        report.save(tmp_path / "report.png")
+
+
+def test_no_tag_of_a_name_ends_the_data_of_the_page() -> None:
+    page = Report(notes=("</script><script>alert(1)</script>",)).to_html()
+    assert page.count("</script>") == 2
+
+
+def test_the_bytes_of_a_step_are_divided_by_format() -> None:
+    model = nn.BatchNorm1d(3, device="meta", dtype=torch.bfloat16)
+    (step,) = di.materialize(model, "cpu", seed=0).steps
+    assert step.bytes_by_format == {"bfloat16": 4 * 3 * 2, "int64": 8}
+    assert sum(step.bytes_by_format.values()) == step.num_bytes
