@@ -9,7 +9,8 @@ claimed before anybody else is asked, and ordinary initializers make only the re
 (buffers that are not saved), with scratch lent for what is not theirs.
 
 If it lacks a parameter and the RNG policy is `eager`, that parameter's value depends on
-everything drawn before it. So all initializers run as they would without weights, and
+everything drawn before it, and so does a buffer of which a recording knows that it is
+random. So all initializers run as they would without weights, and
 loading comes last. A module whose own hook has to run (quantized weights are made by
 it) is treated so in any case.
 
@@ -30,9 +31,10 @@ from deferred_init.handlers.protocol import (
 from deferred_init.handlers.registry import initializers_for
 from deferred_init.loading.engine import EngineOptions
 from deferred_init.loading.matching import Load, Matches, WeightsRequest, match_weights
+from deferred_init.loading.rest import rest_is_random
 from deferred_init.loading.session import STEPS_AT_ONCE, LoadingSession
 from deferred_init.loading.targets import find_targets
-from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
+from deferred_init.slots import Inventory, ModuleSite, Slot
 from deferred_init.sources.protocol import TensorInfo
 
 __all__ = ["CheckpointInitializer"]
@@ -70,9 +72,9 @@ class CheckpointInitializer:
         self._weights = weights
         self._options = options or EngineOptions()
         self.matches: Matches = match_weights(weights, find_targets(inventory, request))
-        self.draws_all = request.rng == "eager" and any(
-            target.slot.kind is SlotKind.PARAMETER for target in self.matches.missing
-        )
+        loaded = {id(load.target.slot.tensor) for load in self.matches.loads}
+        rest = [slot for slot in inventory.deferred if id(slot.tensor) not in loaded]
+        self.draws_all = request.rng == "eager" and rest_is_random(rest)
         self._loads: dict[int, list[Load]] = {}
 
     def reserved(self) -> set[int]:

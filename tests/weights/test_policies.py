@@ -285,6 +285,31 @@ def test_a_complete_checkpoint_draws_no_random_numbers(build: Any) -> None:
     assert report.ok
 
 
+class RandomBuffers(nn.Module):
+    """Buffers that are not saved: drawn, computed from a weight, and neither."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("drawn", torch.randn(3), persistent=False)
+        total = self.linear.weight.detach().sum()
+        self.register_buffer("total", total, persistent=False)
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def test_random_buffers_that_are_not_saved_get_eagers_values() -> None:
+    stored = {
+        key: torch.ones(v.shape) for key, v in RandomBuffers().state_dict().items()
+    }
+    torch.manual_seed(12)
+    eager = RandomBuffers()
+    eager.load_state_dict(stored)
+    model = di.deferred_init(RandomBuffers)
+    di.materialize(model, "cpu", weights=stored, seed=12)
+    for name, tensor in everything(eager).items():
+        assert torch.equal(everything(model)[name], tensor), name
+
+
 @pytest.mark.parametrize("build", HOW, ids=["meta", "recorded"])
 def test_by_name_what_is_missing_does_not_depend_on_what_is_loaded(build: Any) -> None:
     without = build(Mixed)
