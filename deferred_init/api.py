@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.errors import AuditError
 from deferred_init.handlers.registry import load_handlers
+from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
 from deferred_init.pipeline import look, make_agreed_plan, run_plan
 from deferred_init.plan import Plan
@@ -33,6 +34,7 @@ Models = nn.Module | Sequence[nn.Module]
 Names = Mapping[str, str] | Iterable[Mapping[str, str] | LayoutRule]
 
 
+@one_at_a_time
 def materialize(
     model: Models,
     device: torch.device | str | int,
@@ -90,7 +92,8 @@ def materialize(
             mapping, or what `deferred_init.sources.open_source` returns. Only
             deferred tensors are loaded; they keep the model's dtype.
         names: How the checkpoint's names differ: `{pattern: template}`, or a sequence
-            of those and of `Fuse`, `Split`, `Stack`, `Unstack`.
+            of those and of `deferred_init.sources.Fuse`, `Split`, `Stack`, `Unstack`
+            and `Transpose`.
         missing: What the checkpoint lacks: `"init"` initializes it as without
             weights, but refuses a checkpoint that lacks most of the model; `"any"`
             accepts that too; `"error"` refuses all.
@@ -162,6 +165,7 @@ def materialize(
     return report
 
 
+@one_at_a_time
 def plan(
     model: Models,
     device: torch.device | str | int,

@@ -165,7 +165,7 @@ def make_weights(
         else:
             raise TypeError(
                 "expected mappings of pattern to template and layout rules (Fuse, "
-                f"Split, Stack, Unstack) in `names`, got {type(item).__name__}"
+                f"Split, Stack, Unstack, Transpose) in `names`, got {type(item).__name__}"
             )
     for pattern, _ in renames:
         check_rule(pattern, 0)

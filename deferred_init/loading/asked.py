@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from deferred_init.loading.boxes import Box, Cut
-from deferred_init.loading.read_plan import select
+from deferred_init.loading.read_plan import place_of, select
 from deferred_init.sources.protocol import TensorInfo, TensorSource
 
 __all__ = ["Asked", "asked_for"]
@@ -73,7 +73,7 @@ def asked_for(
         chunk_bytes: Upper bound for what is read at once, where rows allow it.
     """
     info, box = source.tensors[key], part.source
-    target = select(memory.view(part.target.view), part.target)
+    target = place_of(part, memory)
     if not info.shape or not _shares_rows(info.shape, box.view):
         # Viewed in another way: all of it is read.
         stop = info.shape[0] if info.shape else 1

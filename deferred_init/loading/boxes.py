@@ -34,6 +34,14 @@ class Box:
         """Number of elements."""
         return math.prod(self.shape)
 
+    def turned(self) -> Box:
+        """Return it with the last two dims the other way round."""
+
+        def turn(sizes: Sizes) -> Sizes:
+            return (*sizes[:-2], sizes[-1], sizes[-2])
+
+        return Box(view=turn(self.view), start=turn(self.start), shape=turn(self.shape))
+
     def run(self) -> int | None:
         """Return the index of the first element if the box is one run, else None.
 
@@ -52,10 +60,17 @@ class Box:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cut:
-    """A box of a stored tensor, and the box of local memory that it fills."""
+    """A box of a stored tensor, and the box of local memory that it fills.
+
+    Attributes:
+        source: In the stored tensor, as it is stored.
+        target: In local memory.
+        transposed: Whether the last two dims change places on the way.
+    """
 
     source: Box
     target: Box
+    transposed: bool = False
 
 
 def cut(piece: Piece, shape: Sizes, region: Sequence[Segments] | None) -> Iterator[Cut]:
@@ -79,9 +94,11 @@ def cut(piece: Piece, shape: Sizes, region: Sequence[Segments] | None) -> Iterat
             sizes.append(high - low)
         if all(size > 0 for size in sizes):
             box = tuple(sizes)
+            source = Box(view=piece.source_view, start=tuple(starts), shape=box)
             yield Cut(
-                source=Box(view=piece.source_view, start=tuple(starts), shape=box),
+                source=source.turned() if piece.transposed else source,
                 target=Box(view=local, start=tuple(at), shape=box),
+                transposed=piece.transposed,
             )
 
 

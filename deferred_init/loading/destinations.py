@@ -141,6 +141,7 @@ class Destinations:
             self._device.type != "cpu"
             or len(load.pieces) > 1
             or piece.shape != piece.source_view
+            or piece.transposed
             or info.extent is None
             or info.dtype != load.target.dtype
             or info.extent.offset % info.dtype.itemsize

@@ -17,7 +17,7 @@ from deferred_init.loading.boxes import Box, Cut
 from deferred_init.sources.pieces import Sizes
 from deferred_init.sources.protocol import ByteFile, TensorInfo
 
-__all__ = ["Chunk", "Landing", "join", "landings"]
+__all__ = ["Chunk", "Landing", "join", "landings", "place_of", "select"]
 
 _GAP_BYTES = 1 << 16
 """A gap up to this is read as well, if that saves a read."""
@@ -97,7 +97,8 @@ def landings(
     file, begin = info.extent.file, info.extent.offset
     size = info.dtype.itemsize
     from_, to = part.source.run(), part.target.run()
-    if from_ is not None and to is not None and memory.is_contiguous():
+    straight = memory.is_contiguous() and not part.transposed
+    if from_ is not None and to is not None and straight:
         flat = memory.view(-1)
         step = max(1, chunk_bytes // 64 * 64 // size)
         for done in range(0, part.source.numel, step):
@@ -116,7 +117,7 @@ def landings(
     below = source.view[1:]
     row = math.prod(below) * size
     step = max(1, chunk_bytes // row)
-    target = select(memory.view(part.target.view), part.target)
+    target = place_of(part, memory)
     for done in range(0, source.shape[0], step):
         count = min(step, source.shape[0] - done)
         read = (count, *below)
@@ -154,6 +155,12 @@ def join(found: Iterable[Landing], chunk_bytes: int) -> list[Chunk]:
     if group:
         chunks.append(_chunk(group, end))
     return chunks
+
+
+def place_of(part: Cut, memory: Tensor) -> Tensor:
+    """Return the view of local memory that a cut fills, in the order of the source."""
+    target = select(memory.view(part.target.view), part.target)
+    return target.mT if part.transposed else target
 
 
 def select(tensor: Tensor, box: Box) -> Tensor:

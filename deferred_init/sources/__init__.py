@@ -6,6 +6,7 @@ from deferred_init.sources.fused import Fuse, Split
 from deferred_init.sources.opening import open_source
 from deferred_init.sources.protocol import ByteFile, Extent, TensorInfo, TensorSource
 from deferred_init.sources.stacked import Stack, Unstack
+from deferred_init.sources.transposed import Transpose
 
 __all__ = [
     "ByteFile",
@@ -15,6 +16,7 @@ __all__ = [
     "Stack",
     "TensorInfo",
     "TensorSource",
+    "Transpose",
     "Unstack",
     "open_source",
 ]

@@ -24,6 +24,8 @@ class Piece:
         target_view: The shape that the model's tensor is viewed with.
         target_start: First index of the box in it.
         shape: The sizes of the box.
+        transposed: Whether the stored tensor has its last two dims the other way
+            round; the numbers above are those after turning it.
     """
 
     key: str
@@ -32,6 +34,7 @@ class Piece:
     target_view: Sizes
     target_start: Sizes
     shape: Sizes
+    transposed: bool = False
 
 
 def whole(key: str, shape: Sequence[int]) -> Piece:

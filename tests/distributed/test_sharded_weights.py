@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import deferred_init as di
-from deferred_init.sources import Fuse, open_source
+from deferred_init.sources import Fuse, Transpose, open_source
 from deferred_init.sources.byte_files import LocalFile
 
 Ranks = Callable[[int], RankPool]
@@ -135,9 +135,15 @@ def _fused(_rank: int) -> None:
         di.materialize(model, "cpu", weights={"a": a, "b": b}, names=[rule])
         assert isinstance(model.weight, DTensor)
         assert torch.equal(model.weight.full_tensor(), whole)
+        model.weight = nn.Parameter(
+            distribute_tensor(torch.empty(8, 7, device="meta"), mesh, [Shard(dim)])
+        )
+        turned = {"weight": whole.t().contiguous()}
+        di.materialize(model, "cpu", weights=turned, names=[Transpose("weight")])
+        assert torch.equal(model.weight.full_tensor(), whole)
 
 
-def test_joined_tensors_are_cut_for_each_rank(ranks: Ranks) -> None:
+def test_joined_and_turned_tensors_are_cut_for_each_rank(ranks: Ranks) -> None:
     ranks(3).run(_fused)
 
 

@@ -10,7 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import deferred_init as di
-from deferred_init.sources import Fuse, Split, Stack, Unstack
+from deferred_init.handlers import checkpoint
+from deferred_init.loading.engine import EngineOptions
+from deferred_init.sources import Fuse, Split, Stack, Transpose, Unstack
 
 
 class Net(nn.Module):
@@ -264,9 +266,32 @@ def test_experts_are_stacked_and_taken_apart(dim: int) -> None:
     assert_holds(again, apart)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("small", [True, False])
+def test_matrices_that_are_stored_the_other_way_round_are_turned(
+    small: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if small:
+        options = EngineOptions(buffer_bytes=64)
+        monkeypatch.setattr(checkpoint, "EngineOptions", lambda: options)
+    stored = {"w.weight": torch.randn(30, 20), "e": torch.randn(2, 6, 5)}
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.empty(20, 30, device="meta"))
+    model.e = nn.Parameter(torch.empty(2, 5, 6, device="meta"))
+    rules = [Transpose("weight", "w.weight"), Transpose("e")]
+    di.materialize(model, "cpu", weights=stored, names=rules, dtype=dtype)
+    assert torch.equal(model.weight, stored["w.weight"].t().to(dtype))
+    assert torch.equal(model.e, stored["e"].mT.to(dtype))
+
+
 @pytest.mark.parametrize(
     ("rule", "weights", "text"),
     [
+        (
+            Transpose("weight"),
+            {"weight": torch.ones(3, 5)},
+            r"`weight` has shape \(4, 3\), which `weight` \(3, 5\) is not the transp",
+        ),
         (
             Fuse("weight", ["a", "b"]),
             {"a": torch.ones(2, 3)},
