@@ -165,7 +165,8 @@ def make_weights(
         else:
             raise TypeError(
                 "expected mappings of pattern to template and layout rules (Fuse, "
-                f"Split, Stack, Unstack, Transpose) in `names`, got {type(item).__name__}"
+                "Split, Stack, Unstack, Transpose) in `names`, got "
+                f"{type(item).__name__}"
             )
     for pattern, _ in renames:
         check_rule(pattern, 0)
