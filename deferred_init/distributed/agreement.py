@@ -73,11 +73,11 @@ def agreed(inventory: Inventory, request: Request, make: Callable[[], Plan]) -> 
         plan = make()
     except Exception as error:  # noqa: BLE001 - raised below, when all know of it
         failure = error
-    lines = _structure(inventory, request)
-    facts = _facts(request, plan, lines)
+    lists = _lists(inventory, request, plan)
+    facts = _facts(request, plan, lists)
     if failure is not None:
         facts["failure"] = f"{type(failure).__name__}: {failure}"
-    problems = _compare(meeting, facts, lines)
+    problems = _compare(meeting, facts, lists)
     if failure is not None:
         raise failure
     if problems:
@@ -124,7 +124,7 @@ def _failures(answers: Mapping[int, Any]) -> list[str]:
 
 
 def _facts(
-    request: Request, plan: Plan | None, lines: Mapping[str, str]
+    request: Request, plan: Plan | None, lists: Mapping[str, Mapping[str, str]]
 ) -> dict[str, str]:
     """Return what has to be equal everywhere, by the name that a message gives it."""
     te = sys.modules.get("transformer_engine")
@@ -139,32 +139,45 @@ def _facts(
         "verify": request.verify,
         "broadcast_from": str(request.broadcast_from),
     }
-    if request.rng == "by_name":
-        return facts
-    facts["model"] = _digest("\n".join(f"{k} {v}" for k, v in lines.items()))
-    if request.broadcast_from is None and plan is not None and plan.steps:
-        if request.seed is None:
-            facts["state of the random generator"] = _generator_digest(request.device)
-        facts["order of initialization"] = _digest(
-            "\n".join(f"{step.site.fqn} {step.claim.source}" for step in plan.steps)
-        )
+    draws = plan is not None and plan.steps and request.rng == "eager"
+    if draws and request.seed is None and request.broadcast_from is None:
+        facts["state of the random generator"] = _generator_digest(request.device)
+    for name, lines in lists.items():
+        facts[name] = _digest("\n".join(f"{k} {v}" for k, v in lines.items()))
     return facts
 
 
+def _lists(
+    inventory: Inventory, request: Request, plan: Plan | None
+) -> dict[str, dict[str, str]]:
+    """Return what is long: compared as a whole first, line by line if it differs."""
+    if request.rng == "by_name":  # each rank may have a part of its own
+        return {}
+    lists = {"model": _structure(inventory, request)}
+    if request.broadcast_from is None and plan is not None:
+        lists["order"] = {
+            f"step {step.index + 1}": f"{step.site.fqn or '(root)'} by "
+            f"{step.claim.source or step.initializer.name}"
+            for step in plan.steps
+        }
+    return lists
+
+
 def _compare(
-    meeting: Meeting, facts: dict[str, str], lines: dict[str, str]
+    meeting: Meeting, facts: dict[str, str], lists: Mapping[str, dict[str, str]]
 ) -> list[str]:
-    """Compare the facts; if models differ, meet again to learn in which tensors."""
+    """Compare the facts; if a list differs, meet again to learn in which lines."""
     try:
-        problems, models_differ = meeting.decide(facts, _judge_facts)
-        if models_differ:
-            problems = [*problems, *meeting.decide(lines, _judge_models)]
+        problems, differing = meeting.decide(facts, _judge_facts)
+        if differing is not None:
+            lines = lists.get(differing, {})
+            problems = [*problems, *meeting.decide(lines, _judge_lines)]
     except RanksMissing as error:
         return [str(error)]
     return problems
 
 
-def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], bool]:
+def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], str | None]:
     failed = {
         rank: facts["failure"] for rank, facts in answers.items() if "failure" in facts
     }
@@ -172,22 +185,25 @@ def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], bool]:
         f"there is no plan on {_ranks(ranks)}: {text}"
         for text, ranks in _by_answer(failed).items()
     ]
-    differ = False
+    differing: str | None = None
     for name in dict.fromkeys(key for facts in answers.values() for key in facts):
         values = {rank: facts[name] for rank, facts in answers.items() if name in facts}
         groups = _by_answer(values)
         if name == "failure" or len(groups) < 2:
             continue
-        if name == "model":
-            differ = True
-        elif name != "order of initialization" or not differ:
+        if name in ("model", "order"):
+            # Which lines is told by the first that differs; the other follows.
+            differing = differing or name
+        else:
             shown = ", ".join(f"{v} on {_ranks(r)}" for v, r in groups.items())
             problems.append(f"{name}: {shown}")
-    return problems, differ
+    if differing == "order" and problems:  # a consequence of what was found already
+        differing = None
+    return problems, differing
 
 
-def _judge_models(answers: Mapping[int, Any]) -> list[str]:
-    """Name the tensors in which the models of the ranks differ."""
+def _judge_lines(answers: Mapping[int, Any]) -> list[str]:
+    """Name the lines in which the ranks differ: tensors, or steps."""
     names = dict.fromkeys(name for lines in answers.values() for name in lines)
     problems = []
     for name in names:

@@ -57,7 +57,8 @@ class Net(nn.Module):
         self.few = nn.Linear(width, 1)
         self.head: Any = nn.Linear(width, 11, bias=False)
         self.head.weight = self.embed.weight
-        self.blocks[0].up.weight.requires_grad_(False)
+        first: Any = self.blocks[0]
+        first.up.weight.requires_grad_(False)
         self.positions: Any
         self.register_buffer("positions", torch.arange(3.0) / 3, persistent=False)
 

@@ -44,6 +44,10 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         model: nn.Module = di.deferred_init(Net, 6 if odd else 5)
     elif case == "real":
         model = Net() if odd else di.deferred_init(Net)
+    elif case == "order":
+        with torch.device("meta"):
+            model = nn.Sequential(nn.Linear(5, 5), nn.LayerNorm(5))
+        model.blocks = nn.ModuleList()
     else:
         model = di.deferred_init(Net)
     if case == "seed":
@@ -59,6 +63,8 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         arguments["rng"] = "by_name" if odd else "eager"
     elif case == "torch":
         torch.__version__ = "0.0.1" if odd else "0.0.2"  # type: ignore[assignment]
+    elif case == "order" and odd:
+        di.register_initializer(nn.LayerNorm, lambda module: module.reset_parameters())
     elif case == "no plan":
         nn.Module.register_buffer(model, "lost", torch.empty(2, device="meta"))
         model.lost = model.lost if odd else torch.zeros(2)
@@ -75,6 +81,7 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         ("dtype", "dtype: None on ranks 0-1, torch.bfloat16 on rank 2"),
         ("rng", "rng: eager on ranks 0-1, by_name on rank 2"),
         ("torch", "torch: 0.0.2 on ranks 0-1, 0.0.1 on rank 2"),
+        ("order", "`step 2`: 1 by LayerNorm.reset_parameters on ranks 0-1, 1 by "),
         ("structure", "`embed.weight`: parameter [11, 5] torch.float32"),
         ("real", "deferred on ranks 0-1, parameter"),
     ],
@@ -82,7 +89,7 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
 def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
     ranks: Ranks, case: str, said: str
 ) -> None:
-    pool = RankPool(3) if case == "torch" else ranks(3)
+    pool = RankPool(3) if case in ("torch", "order") else ranks(3)
     answers = pool.run(_refused, case, 3)
     for text, seconds in answers:
         assert text.startswith("the ranks disagree; nothing was changed:")
@@ -90,7 +97,7 @@ def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
         assert seconds < 10
     if case == "real":
         assert "broadcast_from=<that rank>`, before it is sharded" in answers[0][0]
-    if case == "torch":
+    if case in ("torch", "order"):
         pool.close()
 
 
@@ -145,10 +152,11 @@ def _one_stays_away(rank: int) -> str:
     model = di.deferred_init(Net)
     shard(model, "fsdp")
     text = ""
+    di.plan(model, "cpu", seed=1)  # imports what is needed, which takes its time
     dist.barrier()
     if rank != 1:
         with pytest.raises(di.PlanError) as caught:
-            di.materialize(model, "cpu", seed=1, rank_timeout_s=4.0)
+            di.materialize(model, "cpu", seed=1, rank_timeout_s=6.0)
         text = str(caught.value)
         assert all(parameter.is_meta for parameter in model.parameters())
     return text
@@ -158,7 +166,7 @@ def test_a_rank_that_does_not_come_is_named_instead_of_waited_for_forever() -> N
     pool = RankPool(3)
     started = time.perf_counter()
     texts = pool.run(_one_stays_away)
-    assert "rank 1 of 0-2 did not come within 4 s" in texts[0]
+    assert "rank 1 of 0-2 did not come within 6 s" in texts[0]
     assert texts[0] == texts[2]
     assert time.perf_counter() - started < 60
     processes = pool.processes
@@ -180,8 +188,9 @@ def _dies(rank: int) -> str:
         from deferred_init.handlers import registry
 
         registry.add_refresher(type("Deadly", (), {"refresh": die})())
+    di.plan(model, "cpu", seed=1)
     with pytest.raises(di.MaterializeError) as caught:
-        di.materialize(model, "cpu", seed=1, rank_timeout_s=4.0)
+        di.materialize(model, "cpu", seed=1, rank_timeout_s=6.0)
     assert all(parameter.is_meta for parameter in model.parameters())
     return str(caught.value)
 

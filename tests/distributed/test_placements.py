@@ -206,7 +206,7 @@ def _peak(_rank: int) -> list[int]:
         seen[0] = max(seen[0], sum(each.full_bytes for each in alive if each.hot))
         return memory
 
-    staging.Loan.heat = watched  # type: ignore[method-assign]
+    staging.Loan.heat = watched  # type: ignore[assignment,method-assign]
     try:
         di.materialize(model, "cpu", seed=0)
     finally:
