@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from deferred_init.one_at_a_time import generators_alone
 from deferred_init.record.factories import RecordFactories
 from deferred_init.record.graph import Recording
 from deferred_init.record.mode import RecordOperations
@@ -83,7 +84,8 @@ def deferred_init(
             "generator, so they are recorded one at a time: wait for the other one"
         )
     try:
-        return _record(fn, args, kwargs, _device(device))
+        with generators_alone("deferred_init"):
+            return _record(fn, args, kwargs, _device(device))
     finally:
         _one_at_a_time.release()
 

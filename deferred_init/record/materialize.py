@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.record.grads import recompute
 from deferred_init.record.graph import Recording
 from deferred_init.record.handed import hand_out, handed_out
@@ -30,6 +31,7 @@ __all__ = [
 ]
 
 
+@one_at_a_time
 def materialize_tensor(
     tensor: Tensor, *, device: torch.device | str | None = None
 ) -> Tensor:
@@ -55,6 +57,7 @@ def materialize_tensor(
     return tensor
 
 
+@one_at_a_time
 def materialize_module(
     module: nn.Module,
     buffers_only: bool = False,
