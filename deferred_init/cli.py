@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from deferred_init.commands import materialize
 from deferred_init.errors import DeferredInitError
 from deferred_init.hardware import GPUS
 from deferred_init.recipe import Recipe, preset_names
@@ -62,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_demo(commands)
     _add_plan(commands)
+    _add_materialize(commands)
     _add_audit(commands)
     _add_recipes(commands)
     _command(
@@ -137,6 +139,18 @@ def _add_plan(commands: Any) -> None:
         metavar="N",
         help="ranks over which FSDP2 will shard the parameters; default: 1",
     )
+
+
+def _add_materialize(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "materialize",
+        _run_materialize,
+        "make the model that a function builds, and save it as a seed checkpoint",
+        "deferred-init materialize my_project.model:build --out seed --seed 0",
+    )
+    parser.add_argument("target", help=_TARGET)
+    materialize.add_options(parser)
 
 
 def _add_audit(commands: Any) -> None:
@@ -217,6 +231,15 @@ def _run_plan(arguments: argparse.Namespace) -> bool:
     return fits
 
 
+def _run_materialize(arguments: argparse.Namespace) -> bool:
+    result, said = materialize.run(arguments)
+    if arguments.json:
+        _print_json(result)
+    else:
+        print(said)
+    return bool(result["ok"])
+
+
 def _run_audit(arguments: argparse.Namespace) -> bool:
     from deferred_init.api import audit
     from deferred_init.target import built, load_target
@@ -242,47 +265,19 @@ def _run_doctor(arguments: argparse.Namespace) -> bool:
 
 
 def _run_recipes(arguments: argparse.Namespace) -> bool:
+    from deferred_init.recipe_text import explanation, recipe_dict
+
     names = preset_names() if arguments.recipe is None else (arguments.recipe,)
     recipes = [Recipe.load(name) for name in names]
     if arguments.json:
-        _print_json([_recipe_dict(recipe) for recipe in recipes])
+        _print_json([recipe_dict(recipe) for recipe in recipes])
     elif arguments.recipe is None:
         for recipe in recipes:
             print(f"{recipe.name:<12} {recipe.description}")
         print("\nJoin several with +; `deferred-init recipes NAME` explains one.")
     else:
-        print(_explanation(recipes[0]))
+        print(explanation(recipes[0]))
     return True
-
-
-def _recipe_dict(recipe: Recipe) -> dict[str, Any]:
-    spec = recipe.te_recipe
-    return {
-        "name": recipe.name,
-        "description": recipe.description,
-        "te_recipe": None if spec is None else spec.name,
-        "min_compute_capability": None if spec is None else spec.min_compute_capability,
-        "toml": recipe.to_toml(),
-    }
-
-
-def _explanation(recipe: Recipe) -> str:
-    lines = [recipe.description, ""]
-    spec = recipe.te_recipe
-    if spec is None:
-        lines.append("Computes in high precision; needs no particular hardware.")
-    else:
-        least = spec.min_compute_capability
-        needs = "" if least is None else f", compute capability {least[0]}.{least[1]}+"
-        stored = "quantized" if recipe.quantize_weights else "in high precision"
-        lines.append(f"Computes with Transformer Engine's {spec.name}{needs}.")
-        lines.append(f"Weights are stored {stored}.")
-    for rule in recipe.init_rules:
-        options = ", ".join(f"{key}={value}" for key, value in rule.options)
-        scaled = f", times {rule.scale_by}" if rule.scale_by else ""
-        rank = f" of {rule.min_ndim} or more dimensions" if rule.min_ndim else ""
-        lines.append(f"{rule.match}{rank}: {rule.distribution}({options}){scaled}")
-    return "\n".join([*lines, "", "As TOML:", "", recipe.to_toml().rstrip()])
 
 
 def _print_json(value: Any) -> None:

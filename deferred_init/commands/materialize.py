@@ -1,0 +1,59 @@
+"""`deferred-init materialize`: a seed checkpoint from a constructor."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from deferred_init.seed_checkpoint import FORMATS
+
+__all__ = ["add_options", "run"]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add what the command takes besides its target."""
+    parser.add_argument("--out", required=True, help="a folder, new or empty")
+    parser.add_argument("--device", default="cpu", help="default: cpu")
+    parser.add_argument("--recipe", help="a recipe's name, file, or several with +")
+    parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    parser.add_argument(
+        "--format",
+        choices=FORMATS,
+        default=FORMATS[0],
+        help=f"default: {FORMATS[0]}; with transformers' models also their config.json",
+    )
+    parser.add_argument("--report", help="save the report: .html, .json, .txt or .png")
+
+
+def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """Make the model and save it.
+
+    Returns:
+        What happened, as plain data with `ok`, and in words.
+
+    Raises:
+        TargetError: The target or the folder cannot be used.
+    """
+    from deferred_init.api import materialize
+    from deferred_init.seed_checkpoint import save_seed_checkpoint, usable_folder
+    from deferred_init.target import TargetError, build_deferred, built, load_target
+
+    try:
+        folder = usable_folder(arguments.out)
+    except ValueError as error:
+        raise TargetError(str(error)) from error
+    models, optimizers = built(build_deferred(load_target(arguments.target)))
+    if len(models) > 1:
+        raise TargetError(f"a seed checkpoint holds one model, found {len(models)}")
+    report = materialize(
+        models,
+        arguments.device,
+        arguments.recipe,
+        optimizers=optimizers,
+        seed=arguments.seed,
+    )
+    files = save_seed_checkpoint(models[0], folder, arguments.format)
+    if arguments.report:
+        report.save(arguments.report)
+    said = f"{report}\nsaved {', '.join(files)} in {folder}"
+    return {**report.to_dict(), "files": list(files)}, said
