@@ -208,11 +208,11 @@ class _Claims:
         return all(own) and not any(id(child) in self._open for child in site.children)
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
-        self.problems.extend(claim.problems)
         writes = bool(claim.slots or claim.rewrites)
         claim = self._normalize(claim)
         if writes and not (claim.slots or claim.rewrites):
             return  # all of it is loaded
+        self.problems.extend(claim.problems)
         made = [id(slot.tensor) for slot in claim.slots]
         self.claimed.update(made)
         if claim.settled:

@@ -334,6 +334,16 @@ def test_a_recipe_fills_what_is_missing_and_never_what_is_loaded() -> None:
         assert torch.equal(loaded, value.to(loaded.dtype)), key
 
 
+def test_a_recipe_that_lacks_sizes_is_no_problem_if_everything_is_loaded() -> None:
+    recipe = di.Recipe.load("mup")
+    model = on_meta(stack)
+    with pytest.raises(di.PlanError, match="recipe `mup`"):
+        di.materialize(model, "cpu", recipe)
+    state = dict(stack().state_dict())
+    di.materialize(model, "cpu", recipe, weights=state)
+    assert torch.equal(model[1].bias, state["1.bias"].to(model[1].bias.dtype))
+
+
 def test_a_transformer_that_initializes_itself_again_keeps_what_is_loaded() -> None:
     """`nn.Transformer` writes all its parameters once more at the end."""
 
