@@ -1,0 +1,1 @@
+"""Large models as configurations, built without memory."""
