@@ -1,0 +1,163 @@
+"""What the laws found: the smallest input of each kind of fault, kept as a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deferred_init as di
+from deferred_init import workspace
+from deferred_init.own_attributes import own_attribute
+from deferred_init.rebind import exchange
+from deferred_init.reparametrized import is_parametrized, original_type
+from deferred_init.undo import UndoLog
+from tests.reliability.portrait import assert_equal, portrait, seed
+from tests.reliability.trees import Program, Raising, build
+
+PROGRAMS: dict[str, Program] = {
+    "a tensor that a recorded parameter carries": (
+        ("child", 0, 5, 1),
+        ("mark", 0, 0, 0),
+    ),
+    "a tensor that a recorded buffer carries": (("look", 0, 0, 1), ("mark", 0, 0, 0)),
+    "a live view of a parameter that was changed afterwards": (
+        ("parameter", 0, 0, 1),
+        ("live view", 0, 0, 0),
+        ("change", 0, 0, 0),
+    ),
+    "a live view of a parameter that was drawn again": (
+        ("parameter", 0, 0, 1),
+        ("live view", 0, 0, 0),
+        ("change", 0, 1, 0),
+    ),
+    "a module whose __getattr__ raises KeyError": (("child", 0, 1, 1),),
+    "a module whose __getattr__ forwards": (("child", 0, 2, 1),),
+    "an expanded tensor": (("parameter", 0, 8, 1), ("buffer", 0, 8, 1)),
+}
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("rng", ["eager", "by_name"])
+def test_a_fault_that_was_found_stays_mended(name: str, rng: str) -> None:
+    seed()
+    model = build(PROGRAMS[name])
+    expected = portrait(model)
+    seed()
+    deferred = di.deferred_init(build, PROGRAMS[name])
+    if rng == "by_name":
+        di.materialize(deferred, "cpu", seed=0, rng="by_name", verify="full")
+        assert portrait(deferred).keys() == expected.keys()
+        return
+    planned = di.plan(deferred, "cpu").final_bytes
+    report = di.materialize(deferred, "cpu", verify="full")
+    assert_equal(portrait(deferred), expected)
+    held = {t.untyped_storage()._cdata: t for t in _tensors(deferred)}
+    assert planned == report.final_bytes
+    assert planned == sum(t.untyped_storage().nbytes() for t in held.values())
+
+
+def _tensors(model: nn.Module) -> list[Tensor]:
+    own = [*model.parameters(), *model.buffers()]
+    attributes = [a for m in model.modules() for a in vars(m).values()]
+    carried = [a for tensor in own for a in vars(tensor).values()]
+    return own + [a for a in attributes + carried if isinstance(a, Tensor)]
+
+
+def test_materialize_module_too_makes_what_a_tensor_carries() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.weight.main_grad = torch.ones(2, 2)
+        return model
+
+    model = di.deferred_init(make)
+    di.materialize_module(model)
+    assert model.weight.main_grad.tolist() == [[1, 1], [1, 1]]
+
+
+def test_a_carried_tensor_on_meta_that_nobody_makes_is_refused_by_name() -> None:
+    model = nn.Linear(2, 2, device="meta")
+    model.weight.main_grad = torch.empty(2, 2, device="meta")
+    with pytest.raises(di.PlanError, match=r"`weight\.main_grad`"):
+        di.materialize(model, "cpu")
+
+
+def test_looking_at_a_module_never_asks_its_getattr() -> None:
+    module = Raising()
+    assert own_attribute(module, "parametrizations", 3) == 3
+    assert own_attribute(module, "weight_sum") is None
+    assert own_attribute(module, "training") is True
+    assert own_attribute(module, "table") is module.table
+    assert not is_parametrized(module)
+    assert original_type(module) is Raising
+    assert di.audit(module).ok
+
+
+def _after(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
+    def wrapper(*args: Any) -> Any:
+        function(*args)
+        raise error
+
+    return wrapper
+
+
+@pytest.mark.parametrize("make", ["meta", "recorded"])
+def test_an_interrupt_right_after_a_swap_is_undone(
+    make: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if make == "meta":
+        model: nn.Module = nn.Linear(2, 2, device="meta")
+    else:
+        model = di.deferred_init(nn.Linear, 2, 2)
+    before = portrait(model)
+    with monkeypatch.context() as patched:
+        patched.setattr(workspace, "exchange", _after(exchange, KeyboardInterrupt()))
+        with pytest.raises(KeyboardInterrupt):
+            di.materialize(model, "cpu")
+    assert_equal(portrait(model), before)
+    assert di.materialize(model, "cpu").ok
+
+
+def test_undoing_a_swap_that_did_not_happen_or_did_half_or_twice_does_no_harm() -> None:
+    old, new = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.ones(2))
+    old.tag = "kept"
+    logged: list[Callable[[], None]] = []
+    undo = exchange(old, new, logged.append)
+    assert logged == [undo]
+    assert old.tolist() == [1, 1]
+    undo()
+    undo()
+    assert (old.tolist(), new.tolist(), old.tag) == ([0, 0], [1, 1], "kept")
+    torch._C._swap_tensor_impl(old, new)
+    undo()
+    assert (old.tolist(), new.tolist()) == ([0, 0], [1, 1])
+
+
+def test_an_impatient_second_interrupt_does_not_stop_the_undoing() -> None:
+    log, done = UndoLog(), []
+    impatience = iter([KeyboardInterrupt(), KeyboardInterrupt()])
+
+    def action() -> None:
+        for error in impatience:
+            raise error
+        done.append("second")
+
+    log.push(lambda: done.append("first"))
+    log.push(action)
+    assert log.rollback() == []
+    assert done == ["second", "first"]
+
+
+def test_an_undo_action_that_is_always_interrupted_is_given_up_and_reported() -> None:
+    log, done = UndoLog(), []
+
+    def action() -> None:
+        raise KeyboardInterrupt
+
+    log.push(lambda: done.append("first"))
+    log.push(action)
+    assert [type(error) for error in log.rollback()] == [KeyboardInterrupt]
+    assert done == ["first"]
