@@ -14,6 +14,7 @@ from deferred_init.handlers.protocol import Order, Session, Step, has_session
 from deferred_init.plan import Plan
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot
 from deferred_init.slots import Slot
+from deferred_init.staging import keeps_nothing
 from deferred_init.workspace import ExecutionWorkspace
 
 __all__ = ["Execution", "all_or_nothing", "run_steps"]
@@ -85,8 +86,11 @@ def run_steps(
             start = time.perf_counter()
             try:
                 sessions.advance_before(step)
-                with policy.step(step):
-                    sessions.run(step)
+                if policy.name == "by_name" and keeps_nothing(step):
+                    workspace.allocate(step.claim.slots)
+                else:
+                    with policy.step(step):
+                        sessions.run(step)
                 for slot in last_writers.get(step.index, ()):
                     workspace.finish(slot)
             except Exception as error:

@@ -34,12 +34,13 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import storage_key
-from deferred_init.handlers.protocol import StagedAllocator, is_staged
+from deferred_init.handlers.protocol import StagedAllocator, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.slots import Inventory, Slot
 from deferred_init.staging_modes import Contents, Uses
 
-__all__ = ["Loan", "Staging", "largest_staged_bytes", "staged_allocator"]
+__all__ = ["Loan", "Staging", "keeps_nothing", "largest_staged_bytes"]
+__all__ += ["staged_allocator"]
 
 
 class Loan:
@@ -250,3 +251,20 @@ def staged_allocator(tensor: Tensor) -> StagedAllocator | None:
     """Return the allocator of a tensor of which only a part stays here, or None."""
     allocator = allocator_for(tensor)
     return allocator if is_staged(allocator) else None
+
+
+def keeps_nothing(step: Step) -> bool:
+    """Whether no part of what a step makes stays in this process.
+
+    False for steps that may have to gather what was made before, since the other
+    processes would wait for this one.
+    """
+    made = {id(slot.tensor) for slot in step.claim.slots}
+    own = step.site.slots
+    if not made or step.claim.rewrites or any(id(s.tensor) not in made for s in own):
+        return False
+    return all(
+        (allocator := staged_allocator(slot.tensor)) is not None
+        and allocator.num_bytes(slot.tensor, slot.tensor.dtype) == 0
+        for slot in step.claim.slots
+    )

@@ -172,6 +172,44 @@ def test_names_give_the_same_values_whatever_the_sharding(
     ranks(2).run(_by_name, built)
 
 
+class Counted(nn.Module):
+    """Counts how often its init code runs."""
+
+    runs = 0
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.weight: Any = nn.Parameter(torch.empty(rows, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+        Counted.runs += self.weight.device.type != "meta"
+
+    def forward(self, x: Any) -> Any:
+        return x @ self.weight.t()
+
+
+def _skipped(rank: int, rng: str) -> int:
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        expected: Any = nn.Sequential(Counted(2), Counted(9))
+        model: Any = nn.Sequential(Counted(2), Counted(9))
+    di.materialize(expected, "cpu", seed=1, rng=rng)
+    fully_shard(model)
+    Counted.runs = 0
+    di.materialize(model, "cpu", seed=1, rng=rng)
+    runs = Counted.runs
+    compare(model, expected)
+    return runs
+
+
+def test_by_name_a_rank_draws_nothing_that_it_keeps_no_part_of(ranks: Ranks) -> None:
+    # Two rows over three ranks leave the last one without any.
+    assert ranks(3).run(_skipped, "by_name") == [2, 2, 1]
+    assert ranks(3).run(_skipped, "eager") == [2, 2, 2]
+
+
 def _experts(rank: int) -> None:
     warnings.simplefilter("ignore")
 
