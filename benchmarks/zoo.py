@@ -3,6 +3,7 @@
     python benchmarks/zoo.py transformers --out transformers.jsonl
     python benchmarks/zoo.py timm --out timm.jsonl --sample 60
     python benchmarks/zoo.py table transformers.jsonl timm.jsonl
+    python benchmarks/zoo.py meta --out meta.jsonl     # built on meta, not recorded
 
 A run appends one JSON line for each case and skips the cases that its output file
 already holds, so it can be stopped and started again. A mode is a function from a
@@ -399,6 +400,10 @@ def table(args: argparse.Namespace) -> int:
 
 def main() -> int:
     """Read the command line and run."""
+    if sys.argv[1:2] == ["meta"]:
+        import zoo_meta
+
+        return zoo_meta.main(sys.argv[2:])
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="set", required=True)
     for name in SETS:

@@ -139,7 +139,7 @@ def _run(result: zoo.Result, eager: nn.Module, model: nn.Module) -> None:
     result.seconds["loss"] = expected
 
 
-def main() -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run the cases, or print the table of earlier results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path)
@@ -152,7 +152,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--sample", type=int, default=0)
     parser.add_argument("--limit", type=float, default=60.0, help="seconds a case")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.table:
         return _table(args.table)
     if args.tree:
