@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from accelerate import Accelerator as _Accelerator
 from accelerate.utils import DistributedType
@@ -265,7 +264,7 @@ class _Target:
         names = OptimizerNames(self._models, self._optimizers)
         with _without_loading(self._accelerator.state.fsdp_plugin):
             result = go_on(*args, device_placement=placement)
-        prepared = result if isinstance(result, tuple) else (result,)
+        prepared = result if isinstance(result, (tuple, list)) else (result,)
         wrapped = [item for item in prepared if isinstance(item, nn.Module)]
         self._models = [getattr(model, "_orig_mod", model) for model in wrapped]
         names.rebind(self._models)

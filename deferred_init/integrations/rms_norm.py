@@ -7,7 +7,7 @@ of the same class is asked what it computes.
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ def rms_norm_obstacle(module: nn.Module) -> str:
     return f"{type(module).__name__} computes something else than a plain RMS norm"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _is_plain(cls: Any) -> bool:
     """Compare a small module of a class with torch's RMS norm."""
     with torch.random.fork_rng(devices=[]), torch.device("cpu"), torch.no_grad():

@@ -9,6 +9,7 @@ new modules are built before the first is put in its place.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -18,11 +19,14 @@ import torch
 from torch import nn
 
 from deferred_init.aliases import is_deferred
-from deferred_init.errors import PlanError
+from deferred_init.errors import PlanError, listing
 from deferred_init.integrations.rms_norm import rms_norm_obstacle, rms_norm_of
+from deferred_init.record import value_in_place
 from deferred_init.te.on_meta import te_on_meta
 
 __all__ = ["Conversion", "ConversionReport", "Converted", "convert_to_te"]
+
+_logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _HOOKS = (
@@ -74,10 +78,13 @@ class ConversionReport:
     Attributes:
         converted: The layers that were replaced.
         left: The layers of a kind that is converted which were not, and why.
+        unrecorded: Converted layers on meta that no recording can fill: they get
+            Transformer Engine's own initial values, not those of the old class.
     """
 
     converted: tuple[Converted, ...]
     left: tuple[Converted, ...]
+    unrecorded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         """Return a line per layer that was left alone, and the count of the others."""
@@ -86,6 +93,8 @@ class ConversionReport:
             f"{len(self.left)} left alone"
         ]
         lines += [f"  {item.fqn} ({item.before}): {item.reason}" for item in self.left]
+        if self.unrecorded:
+            lines.append(f"  {_unrecorded_text(self.unrecorded)}")
         return "\n".join(lines)
 
 
@@ -138,7 +147,31 @@ def convert_to_te(
     for parent, name, child in _places(model):
         if id(child) in made:
             parent._modules[name] = made[id(child)]
-    return ConversionReport(converted=tuple(converted), left=tuple(left))
+    lost = tuple(
+        fqn
+        for fqn, module in model.named_modules()
+        if module in made.values() and _needs_recording(module)
+    )
+    if lost:
+        _logger.warning("%s", _unrecorded_text(lost))
+    return ConversionReport(
+        converted=tuple(converted), left=tuple(left), unrecorded=lost
+    )
+
+
+def _needs_recording(module: nn.Module) -> bool:
+    return any(
+        is_deferred(param) and value_in_place(module, name, param) is None
+        for name, param in module.named_parameters(recurse=False)
+    )
+
+
+def _unrecorded_text(names: Sequence[str]) -> str:
+    return (
+        f"{len(names)} layers are on meta without a recording: {listing(names)}. They "
+        "get Transformer Engine's own initial values unless `weights=` has others; "
+        "build the model inside `deferred_init(...)` to get those of its constructor"
+    )
 
 
 def _transformer_engine() -> Any:
@@ -236,8 +269,8 @@ def _build(te: Any, module: nn.Module, kind: str) -> nn.Module:
         if param is not None:
             new._parameters[name] = param
     _carry_over(module, new)
-    if not is_deferred(weight):
-        _give_memory_to_placeholders(new, weight.device)
+    device = torch.device("cpu") if is_deferred(weight) else weight.device
+    _give_memory_to_placeholders(new, device)
     built: nn.Module = new
     return built
 
@@ -254,7 +287,11 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
 
 
 def _give_memory_to_placeholders(module: nn.Module, device: torch.device) -> None:
-    """Make empty tensors that stand for an absent bias real."""
+    """Make empty tensors that stand for an absent bias real.
+
+    Nothing reads them. On meta they would count as something still to be initialized,
+    for which Hugging Face's `initialize_weights` would run again.
+    """
     for name, value in list(vars(module).items()):
         if isinstance(value, torch.Tensor) and value.is_meta and not value.numel():
             vars(module)[name] = torch.empty(0, dtype=value.dtype, device=device)

@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from examples.init_large.run import run  # noqa: E402
+from examples.init_large.run import run
 
 # hidden, intermediate, layers, heads, key-value heads, vocabulary; the published ones.
 SHAPES = {

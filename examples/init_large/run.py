@@ -51,7 +51,9 @@ def run(sizes: Mapping[str, Build], layers: str, argv: Sequence[str] | None) -> 
         return 1
 
 
-def _parse(sizes: Mapping[str, Build], argv: Sequence[str] | None) -> argparse.Namespace:
+def _parse(
+    sizes: Mapping[str, Build], argv: Sequence[str] | None
+) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--size", choices=list(sizes), default=next(iter(sizes)))
     parser.add_argument("--recipe", help="a recipe's name, file, or several with +")

@@ -1,11 +1,10 @@
 """Prepares a deferred model on two ranks; prints one JSON line per case on rank 0.
 
-Run under torchrun: `accelerate_ranks.py CASE`, CASE one of those in `CASES`.
+Run under torchrun: `accelerate_ranks.py CASE`, as `test_accelerate.py` does.
 """
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import json
 import os
@@ -15,7 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import FullyShardedDataParallelPlugin
+from accelerate import FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import DistributedType
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -23,7 +23,6 @@ import deferred_init as di
 from deferred_init.integrations.accelerate_plugin import (
     Accelerator,
     DeferredInitPlugin,
-    attach,
 )
 
 CONFIG = {
@@ -50,25 +49,24 @@ def digest(tensors: dict[str, Any]) -> str:
     return made.hexdigest()[:16]
 
 
-def fsdp(version: int, **options: Any) -> FullyShardedDataParallelPlugin:
+def fsdp(ram_efficient: bool) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
-        fsdp_version=version,
+        fsdp_version=2,
+        cpu_ram_efficient_loading=ram_efficient,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
-        **options,
     )
 
 
 def train(case: str, folder: str) -> dict[str, Any]:
     plugin = DeferredInitPlugin(seed=0)
-    options: dict[str, Any] = {}
-    if case.startswith("fsdp2"):
-        options["fsdp_plugin"] = fsdp(2, cpu_ram_efficient_loading="ram" in case)
-    if case == "fsdp1":
-        options["fsdp_plugin"] = fsdp(1, use_orig_params=True)
-        plugin = DeferredInitPlugin()
-        torch.manual_seed(0)
-    accelerator = Accelerator(cpu=True, deferred_init=plugin, **options)
+    accelerator = Accelerator(cpu=True, deferred_init=plugin)
+    if case.startswith("fsdp"):
+        # Accelerate turns FSDP on for accelerators only; its code runs on CPUs too.
+        accelerator.state.fsdp_plugin = fsdp("ram" in case)
+        accelerator.state.distributed_type = DistributedType.FSDP
+        PartialState().distributed_type = DistributedType.FSDP
+        assert accelerator.is_fsdp2
     model: Any = di.deferred_init(build, "untied" not in case)
     if case == "ddp_one_real" and accelerator.is_main_process:
         torch.manual_seed(0)
@@ -99,6 +97,7 @@ def train(case: str, folder: str) -> dict[str, Any]:
         losses.append(loss.item())
     moved = digest(accelerator.get_state_dict(model))
     accelerator.save_state(folder)
+    accelerator.wait_for_everyone()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
@@ -108,6 +107,7 @@ def train(case: str, folder: str) -> dict[str, Any]:
     unwrapped = type(accelerator.unwrap_model(model)).__name__
     return {
         "start": start,
+        "classes": sorted({type(p).__name__ for p in model.parameters()}),
         "groups": groups,
         "strangers": len(strangers),
         "losses": losses,
@@ -132,7 +132,8 @@ def main() -> None:
         result = train(case, folder[0])
         dist.barrier()
     if dist.get_rank() == 0:
-        print(json.dumps({**result, "eager": eager("untied" not in case)}))
+        result["eager"] = eager("untied" not in case)
+        sys.stdout.write(json.dumps(result) + "\n")
     dist.destroy_process_group()
 
 

@@ -1,0 +1,73 @@
+r"""A training script for accelerate, before and after: three lines differ.
+
+On a CPU, in one process and in two:
+
+    python examples/accelerate/train.py
+    accelerate launch --config_file examples/accelerate/ddp_cpu.yaml \
+        examples/accelerate/train.py
+
+On GPUs, with FSDP2, in BF16 or in FP8 with any recipe of Transformer Engine:
+
+    accelerate launch --config_file examples/accelerate/fsdp2.yaml \
+        examples/accelerate/train.py --recipe fp8_current
+
+The lines that differ from the script as accelerate's users write it end in `# (1)` to
+`# (3)`. Needs transformers and accelerate.
+"""
+
+from __future__ import annotations
+
+import argparse
+
+import torch
+from torch.utils.data import DataLoader
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import deferred_init as di  # (1)
+from deferred_init.integrations.accelerate_plugin import (  # (2) from accelerate
+    Accelerator,
+    DeferredInitPlugin,
+)
+
+
+def main() -> None:
+    """Train a small Llama for one epoch."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--recipe")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    arguments = parser.parse_args()
+
+    plugin = DeferredInitPlugin(recipe=arguments.recipe, seed=0)
+    accelerator = Accelerator(deferred_init=plugin)
+    config = LlamaConfig(
+        vocab_size=256,
+        hidden_size=arguments.hidden,
+        intermediate_size=2 * arguments.hidden,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = di.deferred_init(LlamaForCausalLM, config)  # (3) LlamaForCausalLM(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=16)
+    tokens = torch.arange(64 * 32).reshape(64, 32) % 250
+    loader = DataLoader(tokens, batch_size=4, shuffle=True)
+
+    model, optimizer, loader, scheduler = accelerator.prepare(
+        model, optimizer, loader, scheduler
+    )
+    for report in accelerator.deferred_init_reports:
+        accelerator.print(report)
+    for batch in loader:
+        loss = model(input_ids=batch, labels=batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad()
+    accelerator.print(f"loss after {len(loader)} steps: {loss.item():.4f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()
