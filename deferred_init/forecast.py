@@ -12,21 +12,23 @@ of them for a moment.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any
 
 from deferred_init.handlers.protocol import Claim, Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.hardware import Hardware
 from deferred_init.record import value_in_place
+from deferred_init.replay_memory import replay_scratch
 from deferred_init.representation import Representation
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.staging import largest_staged_bytes
 from deferred_init.target_dtype import final_dtype
 
 __all__ = ["Forecast", "PlannedTensor", "bytes_by_format", "forecast"]
-__all__ += ["new_bytes", "scratch_of"]
+__all__ += ["new_bytes", "peak_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,13 +111,17 @@ def forecast(
     )
     whole = sum(tensor.num_bytes for tensor in tensors)
     stays = sum(tensor.rank_bytes for tensor in tensors)
-    whole_first = world_size > 1 and any(step.claim.stored for step in steps)
-    on_top, reason = _on_top(
-        steps, inventory, request, in_parts=world_size > 1 and not whole_first
-    )
-    base = stays
-    if whole_first:
-        base = whole
+    quantized = any(step.claim.stored for step in steps)
+    if world_size > 1 and not quantized:
+        peak, name = _in_parts(steps, stays)
+        more, parts = peak - stays, ", of which each rank keeps its part"
+    else:
+        peak, name = peak_of(steps, inventory, request, replay_scratch(steps))
+        more, parts = peak - whole, ""
+    reason = "the tensors themselves"
+    if more:
+        reason += f", and {more:,} bytes more while `{name}` is made{parts}"
+    if world_size > 1 and quantized:
         reason = (
             "all of the model on each device, since weights that are stored quantized "
             f"are made before they are sharded; then {stays:,} bytes stay"
@@ -125,7 +131,7 @@ def forecast(
         world_size=world_size,
         gpu=gpu,
         rank_bytes=stays,
-        peak_bytes=base + on_top,
+        peak_bytes=peak,
         peak_reason=reason,
     )
 
@@ -198,28 +204,41 @@ def scratch_of(step: Step, request: Request) -> tuple[int, str]:
     return largest, name
 
 
-def _on_top(
-    steps: Sequence[Step], inventory: Inventory, request: Request, *, in_parts: bool
+def peak_of(
+    steps: Sequence[Step],
+    inventory: Inventory,
+    request: Request,
+    between: Mapping[int, int] = MappingProxyType({}),
 ) -> tuple[int, str]:
-    """The most that is needed besides what stays, and what for."""
-    most, name = max((scratch_of(step, request) for step in steps), default=(0, ""))
-    staged = largest_staged_bytes(inventory)
-    if in_parts:
-        full = (
-            (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
-            for step in steps
-            for slot in step.claim.slots
-            if slot.kind is SlotKind.PARAMETER
-        )
-        staged, name = max(full, default=(0, name))
-        most = max((step.claim.scratch_bytes for step in steps), default=0)
-    reason = "the tensors themselves"
-    if most + staged:
-        what = f"`{name}` is made"
-        if staged:
-            what += ", of which each rank keeps its part"
-        reason += f", and {most + staged:,} bytes more while {what}"
-    return most + staged, reason
+    """The most that is held on one device, and the name of what is made then.
+
+    Args:
+        steps: In the order in which they run.
+        inventory: What they were made from.
+        request: What was asked for.
+        between: What a replay holds besides, by index of the step.
+    """
+    made, most, name = 0, 0, ""
+    for step in steps:
+        made += step.num_bytes
+        scratch, what = scratch_of(step, request)
+        scratch += between.get(step.index, 0)
+        if made + scratch > most:
+            most, name = made + scratch, what
+    return max(most, made) + largest_staged_bytes(inventory), name
+
+
+def _in_parts(steps: Sequence[Step], stays: int) -> tuple[int, str]:
+    """The peak of one rank: its parts, and the largest tensor in full."""
+    full = (
+        (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
+        for step in steps
+        for slot in step.claim.slots
+        if slot.kind is SlotKind.PARAMETER
+    )
+    largest, name = max(full, default=(0, ""))
+    most = max((step.claim.scratch_bytes for step in steps), default=0)
+    return stays + largest + most, name
 
 
 def _planned(

@@ -29,7 +29,7 @@ class Plan:
         notes: Remarks for the report.
         assumptions: What had to be assumed about values or order.
         final_bytes: Bytes of everything that will be made.
-        scratch_bytes: The largest extra need of any single step.
+        scratch_bytes: What the peak needs on top of the final size.
         gpu: The hardware that it was made for by name, or None.
         world_size: Over how many ranks parameters are to be sharded.
     """
@@ -46,7 +46,11 @@ class Plan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted peak on the device: final size plus the largest scratch."""
+        """Predicted peak on the device.
+
+        Intermediate results of a replay are left out, which takes longer to find:
+        `forecast` counts them too.
+        """
         return self.final_bytes + self.scratch_bytes
 
     def forecast(self) -> Forecast:

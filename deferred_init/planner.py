@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deferred_init.errors import PlanError
-from deferred_init.forecast import new_bytes, scratch_of
+from deferred_init.forecast import new_bytes, peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import (
     Claim,
@@ -33,7 +33,6 @@ from deferred_init.plan_checks import (
     unclaimed,
 )
 from deferred_init.slots import Inventory, ModuleSite, Slot
-from deferred_init.staging import largest_staged_bytes
 
 __all__ = ["make_plan"]
 
@@ -77,6 +76,7 @@ def make_plan(
     if problems:
         raise PlanError(_message(problems), problems)
     steps = _ordered_steps(claims.found, inventory, request)
+    final_bytes = sum(step.num_bytes for step in steps)
     return Plan(
         request=request,
         inventory=inventory,
@@ -85,9 +85,8 @@ def make_plan(
         assumptions=tuple(
             dict.fromkeys(text for step in steps for text in step.claim.assumptions)
         ),
-        final_bytes=sum(step.num_bytes for step in steps),
-        scratch_bytes=largest_staged_bytes(inventory)
-        + max((scratch_of(step, request)[0] for step in steps), default=0),
+        final_bytes=final_bytes,
+        scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,
     )
 
 

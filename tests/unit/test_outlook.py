@@ -193,3 +193,33 @@ def test_a_recipe_that_quantizes_nothing_here_is_told() -> None:
         "quantized, and there is none among what is made",
     )
     assert di.plan(di.deferred_init(nn.Linear, 2, 2), "cuda", "bf16").notes == ()
+
+
+def test_intermediate_results_of_a_replay_are_part_of_the_peak() -> None:
+    class _Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.zeros(10))
+            self.weight = nn.Parameter(torch.randn(1000) * 0.5 + 1.0)
+            self.last = nn.Parameter(torch.zeros(10))
+
+    planned = di.plan(di.deferred_init(_Scaled), "cuda")
+    assert planned.final_bytes == 4 * 1020
+    # `first`, and two of `randn`, its product and the sum.
+    assert planned.forecast().peak_bytes == 4 * 2010
+
+
+def test_scratch_of_an_early_tensor_is_not_added_to_what_comes_after() -> None:
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(100, 1, bias=False), nn.Linear(300, 1))
+
+    planned = di.plan(di.deferred_init(build), "cuda", "bf16")
+    assert planned.peak_bytes == 2 * 401 + 4 * 300
+    first = di.plan(
+        di.deferred_init(
+            lambda: nn.Sequential(nn.Linear(300, 1, bias=False), nn.Linear(290, 1))
+        ),
+        "cuda",
+        "bf16",
+    )
+    assert first.peak_bytes == 2 * 591 + 4 * 290
