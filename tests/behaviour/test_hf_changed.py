@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -221,12 +222,12 @@ def test_a_failure_in_the_middle_puts_everything_back(
     calls = 0
     original = workspace.exchange
 
-    def fail_late(old: torch.Tensor, new: torch.Tensor) -> object:
+    def fail_late(old: torch.Tensor, new: torch.Tensor, *rest: Any) -> object:
         nonlocal calls
         calls += 1
         if calls == 20:
             raise RuntimeError("out of memory")
-        return original(old, new)
+        return original(old, new, *rest)
 
     monkeypatch.setattr(workspace, "exchange", fail_late)
     state = torch.get_rng_state()
