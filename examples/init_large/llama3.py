@@ -74,4 +74,4 @@ llama3_405b = partial(llama3, "405b")
 
 if __name__ == "__main__":
     sizes = {size: partial(llama3, size) for size in SHAPES}
-    sys.exit(run(sizes, "model.layers", None))
+    sys.exit(run(sizes, "model.layers"))

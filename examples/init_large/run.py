@@ -8,6 +8,8 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 import deferred_init as di
 from deferred_init.errors import DeferredInitError
 from deferred_init.hardware import GPUS
+from deferred_init.integrations.te_conversion import convert_to_te
 
 __all__ = ["NEEDS_OTHER_HARDWARE", "run"]
 
@@ -29,13 +32,21 @@ NEEDS_OTHER_HARDWARE = 77
 Build = Callable[[], nn.Module]
 
 
-def run(sizes: Mapping[str, Build], layers: str, argv: Sequence[str] | None) -> int:
+def run(
+    sizes: Mapping[str, Build],
+    layers: str,
+    argv: Sequence[str] | None = None,
+    *,
+    convert: bool = True,
+) -> int:
     """Plan or materialize one of several sizes.
 
     Args:
         sizes: Constructors by size; the first is the small one, and the default.
         layers: Name of the list of layers, each of which becomes a unit of FSDP2.
         argv: The command line; None takes that of the process.
+        convert: Whether a recipe of Transformer Engine turns the layers into its own,
+            which compute in its format and keep their weights in high precision.
 
     Returns:
         The exit code: 1 if the request cannot be carried out.
@@ -43,6 +54,11 @@ def run(sizes: Mapping[str, Build], layers: str, argv: Sequence[str] | None) -> 
     arguments = _parse(sizes, argv)
     build = sizes[arguments.size]
     try:
+        if arguments.recipe is not None:
+            arguments.recipe = di.Recipe.load(arguments.recipe)
+            arguments.convert = convert and arguments.recipe.te_recipe is not None
+        if arguments.convert:
+            arguments.recipe = replace(arguments.recipe, quantize_weights=False)
         if arguments.plan:
             return _print_plan(build, arguments)
         return _make(build, layers, arguments)
@@ -62,7 +78,21 @@ def _parse(
     parser.add_argument("--world-size", type=int, default=1, help="ranks to plan for")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save", type=Path, help="write a seed checkpoint (DCP) here")
+    parser.set_defaults(convert=False)
     return parser.parse_args(argv)
+
+
+def _convert(model: nn.Module, arguments: argparse.Namespace) -> None:
+    """Turn the layers into those of Transformer Engine, if the recipe is for them.
+
+    They compute in its format and keep their weights in high precision.
+    """
+    if not arguments.convert:
+        return
+    if arguments.plan and find_spec("transformer_engine") is None:
+        print("Transformer Engine is not installed; this plan is for torch's layers")
+        return
+    print(convert_to_te(model))
 
 
 def _print_plan(build: Build, arguments: argparse.Namespace) -> int:
@@ -70,6 +100,7 @@ def _print_plan(build: Build, arguments: argparse.Namespace) -> int:
     # On meta rather than recorded: a plan needs no values, and this is faster.
     with _on_meta():
         model = build()
+    _convert(model, arguments)
     plan = di.plan(
         model,
         "cuda",
@@ -86,8 +117,9 @@ def _print_plan(build: Build, arguments: argparse.Namespace) -> int:
 def _make(build: Build, layers: str, arguments: argparse.Namespace) -> int:
     device = _join()
     model = di.deferred_init(build, device=device)
+    _convert(model, arguments)
     # Weights that are stored quantized are made before they are sharded.
-    quantized = arguments.recipe is not None and _stores_quantized(arguments.recipe)
+    quantized = arguments.recipe is not None and arguments.recipe.quantize_weights
     if not quantized:
         _shard(model, layers, device)
     report = di.materialize(model, device, arguments.recipe, seed=arguments.seed)
@@ -135,7 +167,3 @@ def _shard(model: nn.Module, layers: str, device: torch.device) -> None:
     for layer in model.get_submodule(layers).children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-
-
-def _stores_quantized(recipe: str) -> bool:
-    return di.Recipe.load(recipe).quantize_weights

@@ -127,9 +127,10 @@ def test_prepare_model_materializes_too() -> None:
     assert_equal(accelerator.prepare_model(di.deferred_init(Net)), eager())
 
 
-def test_several_models_are_made_in_the_order_given() -> None:
+def test_several_models_are_made_together() -> None:
     accelerator = Accelerator(cpu=True, deferred_init=DeferredInitPlugin(seed=0))
-    first, second = accelerator.prepare(di.deferred_init(Net), di.deferred_init(Net))
+    pair = di.deferred_init(lambda: (Net(), Net()))
+    first, second = accelerator.prepare(*pair)
     torch.manual_seed(0)
     assert_equal(first, Net())
     assert_equal(second, Net())
