@@ -25,6 +25,7 @@ from deferred_init.handlers.registry import (
     initializers_for,
     last_initializers,
 )
+from deferred_init.order_assumptions import order_assumptions
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
     left_behind,
@@ -82,8 +83,9 @@ def make_plan(
         inventory=inventory,
         steps=steps,
         notes=(*left_behind(inventory), *claims.notes),
-        assumptions=tuple(
-            dict.fromkeys(text for step in steps for text in step.claim.assumptions)
+        assumptions=(
+            *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
+            *order_assumptions(steps),
         ),
         final_bytes=final_bytes,
         scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,

@@ -96,6 +96,27 @@ def test_looking_at_a_module_never_asks_its_getattr() -> None:
     assert di.audit(module).ok
 
 
+def test_a_module_in_a_plain_list_has_an_assumed_place_in_the_order() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.hidden = [nn.Linear(2, 2)]
+        model.shown = nn.Linear(2, 2)
+    report = di.materialize(model, "cpu", seed=0)
+    assert report.assumptions == (
+        "`hidden[0]`, which no module has registered, were constructed after the "
+        "registered modules of the same owner",
+    )
+
+
+@pytest.mark.xfail(reason="known limit, see docs/reliability.md; the audit finds it")
+def test_memory_shared_with_a_parametrized_module_is_not_made() -> None:
+    with torch.device("meta"):
+        model = nn.Module()
+        model.norm = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        model.twin = nn.Parameter(model.norm.bias.data)
+    di.materialize(model, "cpu", seed=0)
+
+
 def _after(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:
     def wrapper(*args: Any) -> Any:
         function(*args)

@@ -193,8 +193,10 @@ VIEWS: tuple[Callable[[Tensor], Tensor], ...] = (
 class Tree:
     """What a program has built so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, conventional: bool = False) -> None:
+        self.conventional = conventional
         self.root = Node()
+        self.open: list[nn.Module] = [self.root]
         self.modules: list[nn.Module] = [self.root]
         self.counter = 0
         self.has_live_views = False
@@ -208,6 +210,8 @@ class Tree:
     def node(self, a: int) -> nn.Module:
         """Return a module that any name may be given."""
         nodes = [m for m in self.modules if isinstance(m, Node)]
+        if self.conventional:
+            nodes = self.open
         return nodes[a % len(nodes)]
 
     def any(self, a: int) -> nn.Module:
@@ -230,8 +234,13 @@ class Tree:
 def _child(tree: Tree, a: int, b: int, c: int) -> None:
     kinds = list(CHILDREN)
     child = CHILDREN[kinds[b % len(kinds)]]()
-    tree.node(a).add_module(tree.name(c), child)
+    owner = tree.node(a)
+    owner.add_module(tree.name(c), child)
     tree.modules.append(child)
+    places = [i for i, node in enumerate(tree.open) if node is owner]
+    if places:  # a constructor that has returned adds nothing more
+        del tree.open[places[0] + 1 :]
+        tree.open += [child] if isinstance(child, Node) else []
 
 
 def _share(tree: Tree, a: int, b: int, c: int) -> None:
@@ -398,6 +407,8 @@ def _deepcopy(tree: Tree, a: int, b: int, c: int) -> None:
 def _delete(tree: Tree, a: int, b: int, c: int) -> None:
     """Take a parameter or buffer away again."""
     module = tree.node(a)
+    if tree.has_live_views:
+        return
     for table in (module._parameters, module._buffers):
         if table:
             del table[list(table)[b % len(table)]]
@@ -444,9 +455,13 @@ def programs(names: tuple[str, ...] = tuple(ACTIONS)) -> st.SearchStrategy[Progr
     return st.lists(action, min_size=4, max_size=16).map(tuple)
 
 
-def build(program: Program) -> nn.Module:
-    """Run a program and return the root of its tree."""
-    tree = Tree()
+def build(program: Program, conventional: bool = False) -> nn.Module:
+    """Run a program and return the root of its tree.
+
+    A conventional tree is finished depth first: what is constructed before another
+    module also stands before it, so that the tree tells the order.
+    """
+    tree = Tree(conventional)
     for name, a, b, c in program:
         ACTIONS[name](tree, a, b, c)
     return tree.root
