@@ -6,11 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
-from deferred_init.commands import materialize
+from deferred_init.commands import bench, materialize
+from deferred_init.commands.arguments import TARGET, positive
 from deferred_init.errors import DeferredInitError
 from deferred_init.hardware import GPUS
 from deferred_init.recipe import Recipe, preset_names
@@ -20,11 +22,6 @@ __all__ = ["main"]
 _EXIT_CODES = (
     "exit codes: 0, all is well; 1, something is wrong with the model or the request; "
     "2, the command line is wrong"
-)
-
-_TARGET = (
-    "package.module:function, called without arguments; or a Hugging Face folder or "
-    "config.json, of which the configuration is read and nothing else"
 )
 
 
@@ -64,6 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_demo(commands)
     _add_plan(commands)
     _add_materialize(commands)
+    _add_bench(commands)
     _add_audit(commands)
     _add_recipes(commands)
     _command(
@@ -108,7 +106,7 @@ def _add_demo(commands: Any) -> None:
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     for name, default in (("steps", 3), ("batch", 1), ("seq", 64)):
         parser.add_argument(
-            f"--{name}", type=_positive, default=default, help=f"default: {default}"
+            f"--{name}", type=positive, default=default, help=f"default: {default}"
         )
 
 
@@ -122,7 +120,7 @@ def _add_plan(commands: Any) -> None:
         "deferred-init plan my_project.model:build --gpu h200 --world-size 8 "
         "--recipe fp8_current",
     )
-    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("target", help=TARGET)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--recipe", help="a recipe's name, file, or several with +")
     parser.add_argument(
@@ -134,7 +132,7 @@ def _add_plan(commands: Any) -> None:
     )
     parser.add_argument(
         "--world-size",
-        type=_positive,
+        type=positive,
         default=1,
         metavar="N",
         help="ranks over which FSDP2 will shard the parameters; default: 1",
@@ -145,12 +143,24 @@ def _add_materialize(commands: Any) -> None:
     parser = _command(
         commands,
         "materialize",
-        _run_materialize,
+        partial(_run_told, materialize.run),
         "make the model that a function builds, and save it as a seed checkpoint",
         "deferred-init materialize my_project.model:build --out seed --seed 0",
     )
-    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("target", help=TARGET)
     materialize.add_options(parser)
+
+
+def _add_bench(commands: Any) -> None:
+    parser = _command(
+        commands,
+        "bench",
+        partial(_run_told, bench.run),
+        "time a constructor, eagerly and deferred, side by side",
+        "deferred-init bench my_project.model:build --device cuda",
+    )
+    parser.add_argument("target", help=TARGET)
+    bench.add_options(parser)
 
 
 def _add_audit(commands: Any) -> None:
@@ -162,7 +172,7 @@ def _add_audit(commands: Any) -> None:
         "with its optimizers",
         "deferred-init audit my_project.train:model_and_optimizer",
     )
-    parser.add_argument("target", help=_TARGET)
+    parser.add_argument("target", help=TARGET)
     parser.add_argument(
         "--verify",
         choices=("fast", "full"),
@@ -182,13 +192,6 @@ def _add_recipes(commands: Any) -> None:
     parser.add_argument(
         "recipe", nargs="?", help="a recipe's name, file, or several with +"
     )
-
-
-def _positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, found {value}")
-    return value
 
 
 def _run_demo(arguments: argparse.Namespace) -> bool:
@@ -231,8 +234,12 @@ def _run_plan(arguments: argparse.Namespace) -> bool:
     return fits
 
 
-def _run_materialize(arguments: argparse.Namespace) -> bool:
-    result, said = materialize.run(arguments)
+def _run_told(
+    run: Callable[[argparse.Namespace], tuple[dict[str, Any], str]],
+    arguments: argparse.Namespace,
+) -> bool:
+    """Run a command that returns its result both as data and in words."""
+    result, said = run(arguments)
     if arguments.json:
         _print_json(result)
     else:

@@ -13,7 +13,7 @@ import pytest
 from deferred_init.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ("demo", "plan", "materialize", "audit", "recipes", "doctor")
+COMMANDS = ("demo", "plan", "materialize", "bench", "audit", "recipes", "doctor")
 
 TARGETS = """
 import torch

@@ -203,3 +203,30 @@ def test_a_folder_without_a_configuration_is_exit_code_2(
         (tmp_path / "config.json").write_text(text)
     assert main(["plan", str(tmp_path)]) == 2
     assert expected in capsys.readouterr().err
+
+
+def test_bench_times_eager_and_deferred_construction(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = ["bench", f"{targets}:Tied", "--repeats", "3"]
+    assert main([*line, "--json"]) == 0
+    answer = _json(capsys)
+    assert answer["final_bytes"] == 10 * 4 * 4
+    assert {name: len(values) for name, values in answer["seconds"].items()} == {
+        "eager": 3,
+        "construct": 3,
+        "materialize": 3,
+    }
+    for name, values in answer["seconds"].items():
+        assert answer["median_s"][name] == sorted(values)[1] > 0
+    assert main(line) == 0
+    assert "median of 3 runs after one that does not count" in capsys.readouterr().out
+
+
+def test_bench_refuses_no_repeats(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", f"{targets}:Tied", "--repeats", "0"])
+    assert caught.value.code == 2
+    assert "must be at least 1, found 0" in capsys.readouterr().err
