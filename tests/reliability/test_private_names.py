@@ -1,0 +1,74 @@
+"""The private names of other packages: all there, all listed, none listed in vain."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+import deferred_init
+from deferred_init.private_names import PRIVATE_NAMES, PrivateName, missing_names
+
+PACKAGE = Path(deferred_init.__file__).parent
+
+
+def _installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES, ids=lambda name: name.path)
+def test_a_private_name_that_is_relied_on_exists(name: PrivateName) -> None:
+    package = name.module.partition(".")[0]
+    if not _installed(package):
+        pytest.skip(f"{package} is not installed")
+    assert name.exists(), (
+        f"this release has no `{name.path}`, which is used to {name.purpose}. "
+        f"Without it: {name.fallback}"
+    )
+
+
+def test_nothing_is_missing_in_what_is_imported() -> None:
+    assert missing_names() == ()
+
+
+def test_a_name_that_disappears_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.utils._device, "_device_constructors")
+    assert [name.path for name in missing_names()] == [
+        "torch.utils._device._device_constructors"
+    ]
+
+
+def test_a_module_that_disappears_is_reported() -> None:
+    gone = PrivateName(module="torch.no_such", name="x", purpose="p", fallback="f")
+    assert not gone.exists()
+
+
+@pytest.mark.parametrize("name", PRIVATE_NAMES, ids=lambda name: name.path)
+def test_every_listed_name_is_used_and_explained(name: PrivateName) -> None:
+    last = name.name.split(".")[-1]
+    used = [
+        path.name
+        for path in PACKAGE.rglob("*.py")
+        if path.name != "private_names.py"
+        and re.search(rf"\b{last}\b", path.read_text())
+    ]
+    assert used, f"`{name.path}` is used nowhere: take it off the list"
+    assert name.purpose
+    assert name.fallback
+
+
+def test_every_private_part_of_torch_s_extension_that_is_used_is_listed() -> None:
+    listed = {name.name for name in PRIVATE_NAMES}
+    found = set()
+    for path in PACKAGE.rglob("*.py"):
+        for used in re.findall(r"\btorch\.(_C\.[\w.]+)", path.read_text()):
+            found.add(".".join(used.rstrip(".").split(".")[:3]))
+    unlisted = {
+        used
+        for used in found
+        if not any(used == name or used.startswith(f"{name}.") for name in listed)
+    }
+    assert unlisted == set()
