@@ -37,7 +37,8 @@ def rms_norm_of(module: nn.Module) -> float | None:
 
 def rms_norm_obstacle(module: nn.Module) -> str:
     """Say why a module is no plain RMS norm; empty if it is."""
-    if _is_plain(type(module)):
+    kind: Any = type(module)
+    if _is_plain(kind):
         return ""
     return f"{type(module).__name__} computes something else than a plain RMS norm"
 

@@ -211,7 +211,7 @@ def _kind(module: nn.Module, wanted: Conversion) -> str | None:
     return "RMSNorm" if rms_norm_of(module) is not None else None
 
 
-def _obstacle(fqn: str, module: nn.Module, kind: str, wanted: Conversion) -> str:
+def _obstacle(fqn: str, module: Any, kind: str, wanted: Conversion) -> str:
     """Say why a layer is left alone; empty if it can be converted."""
     if not any(fnmatchcase(fqn, pattern) for pattern in wanted.include):
         return "not included"
@@ -229,7 +229,7 @@ def _obstacle(fqn: str, module: nn.Module, kind: str, wanted: Conversion) -> str
     return _tensor_obstacle(module)
 
 
-def _dims_obstacle(module: nn.Module, multiple_of: int) -> str:
+def _dims_obstacle(module: Any, multiple_of: int) -> str:
     shape = tuple(module.weight.shape)
     if all(size % multiple_of == 0 for size in shape):
         return ""

@@ -2,9 +2,9 @@ r"""A training script for accelerate, before and after: three lines differ.
 
 On a CPU, in one process and in two:
 
-    python examples/accelerate/train.py
-    accelerate launch --config_file examples/accelerate/ddp_cpu.yaml \
+    accelerate launch --config_file examples/accelerate/cpu.yaml \
         examples/accelerate/train.py
+    torchrun --nproc-per-node 2 examples/accelerate/train.py
 
 On GPUs, with FSDP2, in BF16 or in FP8 with any recipe of Transformer Engine:
 

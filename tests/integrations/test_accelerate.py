@@ -29,6 +29,7 @@ from deferred_init.integrations.optimizer_names import OptimizerNames  # noqa: E
 pytestmark = pytest.mark.hf
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
 
 class Net(nn.Module):
@@ -240,8 +241,7 @@ def _run(*command: str) -> str:
 
 
 def _ranks(case: str) -> Any:
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    lines = _run(*launch, "tests/integrations/accelerate_ranks.py", case).splitlines()
+    lines = _run(*TORCHRUN, "tests/integrations/accelerate_ranks.py", case).splitlines()
     return json.loads(next(line for line in lines if line.startswith("{")))
 
 
@@ -272,12 +272,13 @@ def test_two_ranks_start_from_the_eager_values_train_save_and_load(
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_example_runs_alone_and_under_accelerate_launch() -> None:
-    alone = _run("examples/accelerate/train.py")
-    assert "Materialized: ready" in alone
-    launched = _run(
+def test_the_example_runs_under_accelerate_launch_and_on_two_ranks() -> None:
+    alone = _run(
         *("-m", "accelerate.commands.launch", "--config_file"),
-        *("examples/accelerate/ddp_cpu.yaml", "examples/accelerate/train.py"),
+        *("examples/accelerate/cpu.yaml", "examples/accelerate/train.py"),
     )
-    assert "Materialized: ready" in launched
-    assert "loss after 8 steps" in launched
+    assert "Materialized: ready" in alone
+    assert "loss after 16 steps" in alone
+    two = _run(*TORCHRUN, "examples/accelerate/train.py")
+    assert "Materialized: ready" in two
+    assert "loss after 8 steps" in two
