@@ -109,7 +109,7 @@ class _DeferredPrepare:
             PlanError: A model cannot be materialized; nothing was changed but
                 conversions.
         """
-        models = [arg for arg in args if isinstance(arg, nn.Module)]
+        models = [arg for arg in args if _is_new_model(arg)]
         optimizers = [plain(arg) for arg in args if isinstance(arg, Optimizer)]
         go_on = super().prepare  # type: ignore[misc]
         if not models:
@@ -273,6 +273,11 @@ class _Target:
         return result
 
 
+def _is_new_model(item: object) -> bool:
+    prepared = getattr(item, "_is_accelerate_prepared", False)
+    return isinstance(item, nn.Module) and not prepared
+
+
 def _deferred(models: Sequence[nn.Module]) -> bool:
     return any(
         is_deferred(tensor)
@@ -309,8 +314,7 @@ def _convert(models: Sequence[nn.Module], plugin: DeferredInitPlugin) -> None:
     conversion = plugin.conversion()
     if conversion is not None:
         for model in models:
-            if not getattr(model, "_is_accelerate_prepared", False):
-                convert_to_te(model, conversion)
+            convert_to_te(model, conversion)
 
 
 def _compute(models: Sequence[nn.Module], plugin: DeferredInitPlugin) -> None:

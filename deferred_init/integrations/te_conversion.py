@@ -219,7 +219,7 @@ def _obstacle(fqn: str, module: Any, kind: str, wanted: Conversion) -> str:
         return "excluded"
     if kind == "RMSNorm":
         return rms_norm_obstacle(module) or _tensor_obstacle(module)
-    expected = nn.Linear if kind == "Linear" else nn.LayerNorm
+    expected: Any = nn.Linear if kind == "Linear" else nn.LayerNorm
     if type(module) is not expected:
         return f"a subclass of {expected.__name__}, which may compute something else"
     if kind == "Linear":

@@ -4,7 +4,7 @@ On a CPU, in one process and in two:
 
     accelerate launch --config_file examples/accelerate/cpu.yaml \
         examples/accelerate/train.py
-    torchrun --nproc-per-node 2 examples/accelerate/train.py
+    ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/accelerate/train.py
 
 On GPUs, with FSDP2, in BF16 or in FP8 with any recipe of Transformer Engine:
 

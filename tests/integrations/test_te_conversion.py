@@ -190,6 +190,60 @@ def test_layers_on_meta_without_a_recording_are_named() -> None:
     assert convert_to_te(build("real")).unrecorded == ()
 
 
+@needs_te
+def test_accelerate_prepares_a_model_that_computes_with_the_recipe() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    from deferred_init.integrations.accelerate_plugin import (
+        Accelerator,
+        DeferredInitPlugin,
+    )
+
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    plugin = DeferredInitPlugin(recipe="fp8_current", seed=0)
+    accelerator = Accelerator(cpu=True, deferred_init=plugin)
+    model = build("recorded")
+    optimizer = torch.optim.AdamW(model.parameters())
+    model, optimizer = accelerator.prepare(model, optimizer)
+    assert isinstance(model.up, te.Linear)
+    assert accelerator.fp8_backend == "NO"
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    assert [id(p) for p in held] == [id(p) for p in model.parameters()]
+    eager = dict(build("real").named_parameters())
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, eager[name]), name
+    forward = model.forward
+    assert accelerator.prepare(model) is model
+    assert model.forward == forward
+
+
+@needs_te
+def test_the_forward_runs_inside_the_recipe_while_training() -> None:
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    from deferred_init.integrations.te_forward import compute_with
+
+    seen: list[Any] = []
+
+    class Probe(nn.Module):
+        def forward(self, x: int) -> int:
+            state = te.quantization.FP8GlobalStateManager
+            seen.append(state.is_fp8_enabled() and state.get_fp8_recipe())
+            return x
+
+    probe, te_recipe = Probe(), Float8CurrentScaling()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "transformer_engine.pytorch.quantization.check_recipe_support",
+            lambda recipe: None,
+        )
+        compute_with(probe, Float8CurrentScaling())
+        compute_with(probe, te_recipe)
+        assert probe(3) == 3
+        probe.eval()
+        probe(3)
+    assert seen == [te_recipe, False]
+
+
 def test_without_transformer_engine_the_error_says_what_to_do() -> None:
     code = (
         "import sys; sys.modules['transformer_engine'] = None\n"
