@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -19,7 +18,13 @@ import torch
 from torch import nn
 
 from deferred_init.aliases import is_deferred
-from deferred_init.errors import PlanError, listing
+from deferred_init.errors import PlanError
+from deferred_init.integrations.conversion_report import (
+    Conversion,
+    ConversionReport,
+    Converted,
+    unrecorded_text,
+)
 from deferred_init.integrations.rms_norm import rms_norm_obstacle, rms_norm_of
 from deferred_init.record import value_in_place
 from deferred_init.te.on_meta import te_on_meta
@@ -38,64 +43,6 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Conversion:
-    """What to convert.
-
-    Attributes:
-        linear: Whether to convert `nn.Linear`.
-        norms: Whether to convert `nn.LayerNorm`, `nn.RMSNorm` and modules of other
-            packages that compute exactly that.
-        include: Patterns of qualified names, as in a shell; a layer has to match one.
-        exclude: Patterns of layers to leave alone.
-        multiple_of: What both dimensions of a linear layer have to be multiples of:
-            16 for FP8, 32 for MXFP8.
-    """
-
-    linear: bool = True
-    norms: bool = True
-    include: tuple[str, ...] = ("*",)
-    exclude: tuple[str, ...] = ()
-    multiple_of: int = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Converted:
-    """One layer: its name, its class before, and its class after or why not."""
-
-    fqn: str
-    before: str
-    after: str | None = None
-    reason: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ConversionReport:
-    """What `convert_to_te` did.
-
-    Attributes:
-        converted: The layers that were replaced.
-        left: The layers of a kind that is converted which were not, and why.
-        unrecorded: Converted layers on meta that no recording can fill: they get
-            Transformer Engine's own initial values, not those of the old class.
-    """
-
-    converted: tuple[Converted, ...]
-    left: tuple[Converted, ...]
-    unrecorded: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        """Return a line per layer that was left alone, and the count of the others."""
-        lines = [
-            f"{len(self.converted)} layers converted to Transformer Engine, "
-            f"{len(self.left)} left alone"
-        ]
-        lines += [f"  {item.fqn} ({item.before}): {item.reason}" for item in self.left]
-        if self.unrecorded:
-            lines.append(f"  {_unrecorded_text(self.unrecorded)}")
-        return "\n".join(lines)
 
 
 def convert_to_te(
@@ -153,7 +100,7 @@ def convert_to_te(
         if module in made.values() and _needs_recording(module)
     )
     if lost:
-        _logger.warning("%s", _unrecorded_text(lost))
+        _logger.warning("%s", unrecorded_text(lost))
     return ConversionReport(
         converted=tuple(converted), left=tuple(left), unrecorded=lost
     )
@@ -163,14 +110,6 @@ def _needs_recording(module: nn.Module) -> bool:
     return any(
         is_deferred(param) and value_in_place(module, name, param) is None
         for name, param in module.named_parameters(recurse=False)
-    )
-
-
-def _unrecorded_text(names: Sequence[str]) -> str:
-    return (
-        f"{len(names)} layers are on meta without a recording: {listing(names)}. They "
-        "get Transformer Engine's own initial values unless `weights=` has others; "
-        "build the model inside `deferred_init(...)` to get those of its constructor"
     )
 
 

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from deferred_init.api import materialize
-from deferred_init.integrations.te_conversion import Conversion, convert_to_te
+from deferred_init.integrations.conversion_report import Conversion
+from deferred_init.integrations.te_conversion import convert_to_te
 from deferred_init.record import deferred_init
 
 __all__ = ["model_init"]
