@@ -53,7 +53,9 @@ def fields_from_toml(text: str, *, source: str) -> dict[str, Any]:
 
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise PlanError(f"{source} is not a recipe: it is nested too deeply") from None
+    except ValueError as error:  # `TOMLDecodeError`, or a number of too many digits
         raise PlanError(f"{source} is not valid TOML: {error}") from error
     problems: list[str] = []
     _check_keys(document, _TOP, "", problems)
