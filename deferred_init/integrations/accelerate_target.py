@@ -60,10 +60,12 @@ class DeferredInitPlugin:
         if isinstance(self.convert, Conversion):
             return self.convert
         recipe = self.resolved_recipe()
-        wanted = recipe is not None and recipe.te_recipe is not None
-        return (
-            Conversion() if (wanted if self.convert is None else self.convert) else None
-        )
+        spec = None if recipe is None else recipe.te_recipe
+        if not (spec is not None if self.convert is None else self.convert):
+            return None
+        # MXFP8 has one scale per 32 values; the other formats need multiples of 16.
+        by_32 = spec is not None and spec.name == "MXFP8BlockScaling"
+        return Conversion(multiple_of=32 if by_32 else 16)
 
 
 class Target:

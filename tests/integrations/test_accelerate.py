@@ -205,7 +205,12 @@ def test_a_te_recipe_keeps_weights_in_high_precision_and_asks_for_conversion() -
     recipe = plugin.resolved_recipe()
     assert recipe is not None
     assert not recipe.quantize_weights
-    assert plugin.conversion() is not None
+    conversion = plugin.conversion()
+    assert conversion is not None
+    assert conversion.multiple_of == 16
+    mxfp8 = DeferredInitPlugin(recipe="mxfp8").conversion()
+    assert mxfp8 is not None
+    assert mxfp8.multiple_of == 32
     assert DeferredInitPlugin(recipe="bf16").conversion() is None
     off = DeferredInitPlugin(recipe="fp8_current", convert=False)
     assert off.conversion() is None
