@@ -398,6 +398,8 @@ def _parametrize(tree: Tree, a: int, b: int, c: int) -> None:
 
 def _deepcopy(tree: Tree, a: int, b: int, c: int) -> None:
     target = tree.any(a)
+    if tree.has_live_views:
+        return  # torch deep copies leaves only
     if target is not tree.root and not _is_cyclic(target):
         child = copy.deepcopy(target)
         tree.root.add_module(tree.name(c), child)
