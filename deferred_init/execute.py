@@ -85,13 +85,15 @@ def run_steps(
         for step in plan.steps:
             start = time.perf_counter()
             try:
+                final = last_writers.get(step.index, ())
+                workspace.final_now = {id(slot.tensor) for slot in final}
                 sessions.advance_before(step)
                 if policy.name == "by_name" and keeps_nothing(step):
                     workspace.allocate(step.claim.slots)
                 else:
                     with policy.step(step):
                         sessions.run(step)
-                for slot in last_writers.get(step.index, ()):
+                for slot in final:
                     workspace.finish(slot)
             except Exception as error:
                 name = step.site.fqn or type(step.site.module).__name__

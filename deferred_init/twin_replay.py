@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from deferred_init import record
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.rng import canonical_name, seed_for_name
+from deferred_init.named_seeds import seed_by_name
+from deferred_init.rng import canonical_name
 from deferred_init.slots import Slot
 
 __all__ = ["replay_twin"]
@@ -51,7 +52,7 @@ def replay_twin(
     for recording, values in _by_recording(slots).items():
         seeds: Callable[[record.Node], int | None] | None = None
         if by_name:
-            seeds = _seeds(recording, values, request.seed)
+            seeds = seed_by_name(recording, values, request.seed)
         elif not request.draws_unneeded:
             seeds = _no_seed
         if seeds is None:
@@ -80,34 +81,3 @@ def _by_recording(
     for value, (slot, *_) in slots.items():
         found.setdefault(value.recording, {})[value] = canonical_name(slot.fqn)
     return found
-
-
-def _seeds(
-    recording: record.Recording, values: dict[record.Value, str], seed: int | None
-) -> Callable[[record.Node], int]:
-    """Seed each random operation by the name of the tensor that it is for.
-
-    One walk backwards finds out: what an operation reads is for what it writes.
-    """
-    assert seed is not None, "checked by the verb"
-    names: dict[record.Storage, str] = {}
-    for value, name in values.items():
-        names.setdefault(value.storage, name)
-    for node in reversed(recording.nodes):
-        name = _named(node, names)
-        if name:
-            for read in node.reads:
-                names.setdefault(read.storage, name)
-    counts: dict[str, int] = {}
-
-    def seed_of(node: record.Node) -> int:
-        name = _named(node, names)
-        counts[name] = counts.get(name, -1) + 1
-        return seed_for_name(seed, name, counts[name])
-
-    return seed_of
-
-
-def _named(node: record.Node, names: dict[record.Storage, str]) -> str:
-    made = [out.storage for out in node.outs if out is not None]
-    return next((names[key] for key in (*node.writes, *made) if key in names), "")

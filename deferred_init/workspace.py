@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from contextlib import contextmanager, nullcontext
 from functools import partial
 
@@ -32,6 +32,9 @@ class ExecutionWorkspace:
         replaced: Tensors that could not keep their identity: `id(old)` to
             `(old, new)`, with `old` kept alive so that the id stays its own.
         notes: Lines for the report.
+        final_now: Tensors (by `id`) that no step after the present one writes. What
+            is adopted for one of them is cast at once, so that a step which makes a
+            whole model never holds it in two dtypes.
         dropped: Names of caches that were emptied on purpose.
     """
 
@@ -47,6 +50,7 @@ class ExecutionWorkspace:
         self.undo.push(self._snapshot.restore)
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
         self.notes: list[str] = []
+        self.final_now: Set[int] = frozenset()
         self.dropped: list[str] = []
 
     @property
@@ -98,6 +102,8 @@ class ExecutionWorkspace:
             return
         tensor.requires_grad_(target.requires_grad) if tensor.is_leaf else None
         self._install(target, tensor)
+        if id(slot.tensor) in self.final_now:
+            self.finish(slot)
 
     def rebind(self, slots: Sequence[Slot], tensor: Tensor) -> None:
         """Let whoever holds the tensors of the slots hold another one instead."""

@@ -40,6 +40,7 @@ from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.reconstruction import Construction, find_construction
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.target_dtype import final_dtype
 from deferred_init.twin import matching_modules, matching_slots, tie_again
 from deferred_init.twin_replay import replay_twin
 
@@ -107,8 +108,13 @@ class HFConstructor:
 
         others = _bytes(slots, but=step.claim.slots)
         sharded = any(hasattr(s.tensor, "device_mesh") for s in step.claim.slots)
+        cast = any(
+            final_dtype(slot, workspace.request) != slot.tensor.dtype
+            for slot in step.claim.slots
+        )
         if (
             sharded
+            or cast  # one by one, so as not to hold the whole in two dtypes
             or workspace.request.rng != "eager"
             or others > _room(step.claim.slots)
         ):

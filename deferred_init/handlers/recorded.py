@@ -20,6 +20,7 @@ from deferred_init.handlers.registry import (
     add_initializer,
     add_order_hint,
 )
+from deferred_init.named_seeds import seed_by_name
 from deferred_init.record import (
     DeferredTensor,
     Node,
@@ -33,7 +34,7 @@ from deferred_init.record import (
     recompute,
     value_in_place,
 )
-from deferred_init.rng import canonical_name, seed_for_name
+from deferred_init.rng import canonical_name
 from deferred_init.slots import ModuleSite, Slot
 
 __all__ = ["RecordedInitializer"]
@@ -114,20 +115,19 @@ class _Replays:
         self._device = self._request.device
         if self._request.values_from is not None:
             self._device = torch.device(self._request.values_from)
-        self._replays = {
-            _serial(recording): self._open(recording, slots)
-            for recording, slots in sorted(
-                by_recording.items(), key=lambda item: _serial(item[0])
-            )
-        }
+        self._waiting = sorted(
+            ((recording.serial, recording) for recording in by_recording),
+            key=lambda item: item[0],
+            reverse=True,
+        )
+        self._members = by_recording
+        self._replays: dict[int, Replay] = {}
 
     def run(self, step: Step) -> None:
         """Replay as far as this step's tensors need."""
         assert step.order is not None, "claims of recorded tensors have an order"
         serial, index = step.order
-        for earlier, replay in self._replays.items():
-            if earlier < serial:
-                replay.run(on_ready=self._take)
+        self._reach(serial)
         self._replays[serial].run(upto=index + 1, on_ready=self._take)
 
     def advance(self, order: Order | None) -> None:
@@ -135,19 +135,32 @@ class _Replays:
         if order is None:
             self._finish()
             return
-        for serial, replay in self._replays.items():
-            if serial < order[0]:
+        self._reach(order[0])
+        if order[0] in self._replays:
+            self._replays[order[0]].run(upto=order[1], on_ready=self._take)
+
+    def _reach(self, serial: int) -> None:
+        """Run all earlier recordings to their ends, then open this one.
+
+        In this order, because a seeded recording begins where the generators are:
+        the second of two must go on where the first ended, as in eager.
+        """
+        while self._waiting and self._waiting[-1][0] <= serial:
+            for replay in self._replays.values():
                 replay.run(on_ready=self._take)
-            elif serial == order[0]:
-                replay.run(upto=order[1], on_ready=self._take)
+            number, recording = self._waiting.pop()
+            self._replays[number] = self._open(recording, self._members[recording])
+        for number, replay in self._replays.items():
+            if number < serial:
+                replay.run(on_ready=self._take)
 
     def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
         before_random: Callable[[Node], int | None] | None = None
         if self._request.rng == "by_name":
-            assert self._request.seed is not None, "checked by the verb"
-            before_random = _by_name(recording, slots, self._request.seed)
+            names = {_known_value(slot): canonical_name(slot.fqn) for slot in slots}
+            before_random = seed_by_name(recording, names, self._request.seed)
         elif not self._request.draws_unneeded:
             before_random = _no_seed
         wanted = [_known_value(slot) for slot in slots]
@@ -158,6 +171,8 @@ class _Replays:
     def _finish(self) -> None:
         """Run what is left, then make tensors that were computed from leaves."""
         seeded = self._request.seed is not None and self._request.rng == "eager"
+        if self._waiting:
+            self._reach(self._waiting[0][0])
         for replay in self._replays.values():
             replay.run(on_ready=self._take)
             replay.finish(keep_generators=True if seeded else None)
@@ -235,52 +250,8 @@ def _no_seed(node: Node) -> None:
     """Seed nothing: only what is needed is drawn."""
 
 
-def _by_name(
-    recording: Recording, slots: list[Slot], seed: int
-) -> Callable[[Node], int]:
-    """Return a function that seeds each random node by the tensor it is for."""
-    names = _storage_names(recording, slots)
-    counts: dict[str, int] = {}
-
-    def seed_of(node: Node) -> int:
-        touched = [*node.writes, *(out.storage for out in node.outs if out is not None)]
-        name = next((names[s] for s in touched if s in names), "")
-        counts[name] = counts.get(name, -1) + 1
-        return seed_for_name(seed, name, counts[name])
-
-    return seed_of
-
-
-def _storage_names(recording: Recording, slots: list[Slot]) -> dict[Storage, str]:
-    """Name every storage after the first slot that is made from it.
-
-    One walk backwards: what a node reads is for whatever its result is for.
-    """
-    names: dict[Storage, str] = {}
-    for slot in slots:
-        names.setdefault(_known_value(slot).storage, canonical_name(slot.fqn))
-    for node in reversed(recording.nodes):
-        touched = [*node.writes, *(out.storage for out in node.outs if out is not None)]
-        name = next((names[s] for s in touched if s in names), None)
-        if name is not None:
-            for value in node.reads:
-                names.setdefault(value.storage, name)
-    return names
-
-
 _last_uses: WeakKeyDictionary[Recording, tuple[int, dict[Storage, int]]]
 _last_uses = WeakKeyDictionary()
-_serials: WeakKeyDictionary[Recording, int] = WeakKeyDictionary()
-_num_recordings = 0
-
-
-def _serial(recording: Recording) -> int:
-    """Number recordings in the order in which they are met."""
-    global _num_recordings
-    if recording not in _serials:
-        _serials[recording] = _num_recordings
-        _num_recordings += 1
-    return _serials[recording]
 
 
 def _order_of(slot: Slot) -> Order:
@@ -298,7 +269,7 @@ def _order_of(slot: Slot) -> Order:
             for storage in node.writes:
                 uses[storage] = node.index
         _last_uses[recording] = (len(recording.nodes), uses)
-    return _serial(recording), uses.get(value.storage, value.node)
+    return recording.serial, uses.get(value.storage, value.node)
 
 
 def _value(slot: Slot) -> Value | None:
@@ -314,7 +285,7 @@ def _known_value(slot: Slot) -> Value:
 
 def _place_hint(module: nn.Module) -> Order | None:
     place = place_of(module)
-    return None if place is None else (_serial(place[0]), place[1])
+    return None if place is None else (place[0].serial, place[1])
 
 
 add_initializer(RecordedInitializer(), first=True)

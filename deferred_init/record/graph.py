@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,11 +17,15 @@ from deferred_init.record.nodes import Mark, Node, Stream, Value
 __all__ = ["Recording"]
 
 
+_serials = itertools.count()
+
+
 class Recording:
     """Everything that one `deferred_init` call recorded, and what followed.
 
     Attributes:
         device: The device that the constructor believed to be on.
+        serial: Its place among all recordings, in the order in which they began.
         nodes: All nodes, in the recorded order. It only grows.
         active: Whether the constructor is still running.
         cpu_start: State of the CPU's default generator when recording began.
@@ -39,6 +44,7 @@ class Recording:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.serial = next(_serials)
         self.nodes: list[Node] = []
         self.active = False
         self.lock = threading.RLock()

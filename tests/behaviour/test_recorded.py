@@ -185,6 +185,21 @@ def test_a_failing_replay_leaves_the_model_recorded_and_a_second_try_succeeds(
     _assert_equal(model, expected)
 
 
+def test_two_recordings_under_one_seed_draw_one_after_the_other() -> None:
+    torch.manual_seed(5)
+    first, second = nn.Linear(3, 3), nn.LSTM(2, 2)
+    third, state = nn.Linear(3, 3), torch.get_rng_state()
+    models = [
+        di.deferred_init(nn.Linear, 3, 3),
+        di.deferred_init(nn.LSTM, 2, 2),
+        di.deferred_init(nn.Linear, 3, 3),
+    ]
+    di.materialize(models, "cpu", seed=5)
+    for made, expected in zip(models, (first, second, third), strict=True):
+        _assert_equal(made, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
 class Gambler(nn.Module):
     """Its constructor decides by a random value."""
 
