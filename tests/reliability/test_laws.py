@@ -104,8 +104,9 @@ def test_a_plan_and_an_audit_change_nothing(program: Program) -> None:
     assert generators() == states
 
 
-# See `test_memory_shared_with_a_parametrized_module_is_not_made` for the three.
-SHARING = ("view", "live view", "share data")
+# Around parametrized modules on meta these are a known limit, which the audit
+# finds: see `test_memory_shared_with_a_parametrized_module_is_not_made`.
+SHARING = ("view", "live view", "share data", "mark")
 
 
 @given(programs(tuple(name for name in ACTIONS if name not in SHARING)))

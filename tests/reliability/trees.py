@@ -444,7 +444,7 @@ ACTIONS: dict[str, Callable[[Tree, int, int, int], None]] = {
     "delete": _delete,
 }
 # What a tree on meta can tell everything about: convention, no values of its own.
-CONVENTIONAL = ("child", "plain list", "tie", "share module", "cycle")
+CONVENTIONAL = ("child", "tie", "share module", "cycle")
 CONVENTIONAL += ("freeze", "mode", "mark", "hook")
 
 
