@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
 from deferred_init.aliases import byte_span
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Request
