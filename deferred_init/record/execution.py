@@ -1,4 +1,12 @@
-"""Run single nodes on real tensors."""
+"""Run single nodes on real tensors.
+
+[Note: Memory is taken at the first use]
+A constructor takes the memory of a whole model before it fills any of it for good: the
+initialization of a Hugging Face model comes last. Replayed as it was recorded, that
+would hold everything at once where a caller keeps only a part or a cast of each
+tensor. So a node that only makes memory (`torch.empty`, `zeros`, ...) is put off: the
+environment holds the node in the place of its tensor until something uses it.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +27,12 @@ from deferred_init.record.nodes import (
 )
 from deferred_init.record.problems import ReplayError
 
-__all__ = ["Executor"]
+__all__ = ["Environment", "Executor"]
+
+Environment = dict[Value, "Tensor | Node"]
+_MAKES_MEMORY = frozenset(
+    {torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_strided}
+)
 
 
 class Executor:
@@ -44,7 +57,7 @@ class Executor:
     def run(
         self,
         node: Node,
-        env: dict[Value, Tensor],
+        env: Environment,
         last: dict[int, list[Value]] | None = None,
     ) -> None:
         """Run one node in the caller's grad mode and store what it made.
@@ -54,6 +67,28 @@ class Executor:
             env: The real tensors at hand; results are added.
             last: For a node, the values to forget after it.
         """
+        outs = node.outs
+        if len(outs) == 1 and outs[0] is not None and _can_wait(node):
+            env[outs[0]] = node
+        else:
+            self._run_now(node, env)
+        for value in last.get(node.index, ()) if last else ():
+            env.pop(value, None)
+
+    def fetch(self, value: Value, env: Environment) -> Tensor:
+        """Return a tensor at hand, with memory if it had to wait for some.
+
+        Raises:
+            KeyError: If the value has not been computed.
+        """
+        found = env[value]
+        if isinstance(found, Node):
+            self._run_now(found, env)
+            found = env[value]
+            assert isinstance(found, Tensor)
+        return found
+
+    def _run_now(self, node: Node, env: Environment) -> None:
         out = self.call(node, env)
         outs = node.outs
         if len(outs) == 1:
@@ -64,10 +99,8 @@ class Executor:
             for value, tensor in zip(outs, flat, strict=True):
                 if value is not None:
                     env[value] = tensor
-        for value in last.get(node.index, ()) if last else ():
-            env.pop(value, None)
 
-    def call(self, node: Node, env: dict[Value, Tensor]) -> Any:
+    def call(self, node: Node, env: Environment) -> Any:
         """Call a node's operation on the real tensors."""
         try:
             args = [self._real(arg, env) for arg in node.args]
@@ -85,11 +118,12 @@ class Executor:
                 f"on {self.device}: {error}"
             ) from error
 
-    def _real(self, arg: Any, env: dict[Value, Tensor]) -> Any:
+    def _real(self, arg: Any, env: Environment) -> Any:
         """Put real objects in the place of recorded ones."""
         kind = type(arg)
         if kind is Value:
-            return env[arg]
+            found = env[arg]
+            return found if isinstance(found, Tensor) else self.fetch(arg, env)
         if kind is tuple or kind is list:
             return kind(self._real(item, env) for item in arg)
         if kind is Place:
@@ -101,6 +135,14 @@ class Executor:
         if kind is ForeignValue:
             return self._foreign(arg)
         return arg
+
+
+def _can_wait(node: Node) -> bool:
+    """Whether a node makes memory and does nothing else."""
+    try:
+        return node.call in _MAKES_MEMORY and not node.writes and not node.reads
+    except TypeError:  # what is called cannot be hashed
+        return False
 
 
 def _unchanged(external: External) -> Tensor:

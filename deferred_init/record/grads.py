@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deferred_init.record.execution import Environment
 from deferred_init.record.nodes import Node, Value
 from deferred_init.record.replay import Replay
 
@@ -40,12 +41,15 @@ def recompute(
     }
     replay = Replay(value.recording, device)
     order = list(constants)
-    env = dict(zip(order, replay.values(order, chain[-1].index), strict=True))
+    constant = replay.values(order, chain[-1].index)
+    env: Environment = dict(zip(order, constant, strict=True))
     env.update({v: leaves[v] for v in used})
     with torch.enable_grad():
         for node in chain:
             replay.execute(node, env)
-    return env[value]
+    result = env[value]
+    assert isinstance(result, Tensor)
+    return result
 
 
 def _is_view(value: Value, chain: list[Node]) -> bool:

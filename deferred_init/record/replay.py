@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from deferred_init.record.execution import Executor
+from deferred_init.record.execution import Environment, Executor
 from deferred_init.record.generators import Generators, seeded_state
 from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
@@ -67,7 +67,7 @@ class Replay:
         self._wanted = set(wanted)
         self._plan: Needs | None = None
         self._needed: set[int] = set()
-        self._env: dict[Value, Tensor] = {}
+        self._env: Environment = {}
         self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
@@ -101,7 +101,7 @@ class Replay:
                 self._step(node, needs)
                 if on_ready is not None:
                     for value in needs.ready.get(node.index, ()):
-                        on_ready(value, self._env.pop(value))
+                        on_ready(value, self.take(value))
         self._position = max(self._position, stop)
 
     def take(self, value: Value) -> Tensor:
@@ -111,11 +111,14 @@ class Replay:
             KeyError: If the value was not wanted, was taken before, or has not been
                 computed yet.
         """
-        return self._env.pop(value)
+        tensor = self.get(value)
+        del self._env[value]
+        return tensor
 
     def get(self, value: Value) -> Tensor:
         """Return the tensor of a value that is at hand, and keep it."""
-        return self._env[value]
+        with plain_torch(), torch.no_grad():
+            return self._executor.fetch(value, self._env)
 
     @property
     def position(self) -> int:
@@ -177,6 +180,8 @@ class Replay:
                 self._executor.run(node, self._env, needs.last)
             return
         if index in self._needed:
+            if node.stream is not None:
+                self.free_scratch()  # not beside a tensor that may be as large
             self._executor.run(node, self._env, needs.last)
         elif node.stream is not None:
             self.draw_only(node)
@@ -230,7 +235,7 @@ class Replay:
         """Compute several values together, so that shared storage stays shared."""
         end = len(self.recording.nodes) if upto is None else upto
         needs = needs_of(self.recording, set(values), end)
-        env: dict[Value, Tensor] = {}
+        env: Environment = {}
         found = self.generators.states()
         try:
             with plain_torch(), torch.no_grad():
@@ -246,14 +251,17 @@ class Replay:
                         generator.set_state(timeline.before(node.index))
                         self._executor.run(node, env, needs.last)
                         timeline.after(node, generator)
+                return [self._executor.fetch(value, env) for value in values]
         finally:
             for generator, state in found.items():
                 generator.set_state(state)
-        return [env[value] for value in values]
 
-    def execute(self, node: Node, env: dict[Value, Tensor]) -> None:
+    def execute(self, node: Node, env: Environment) -> None:
         """Run one node in an environment of the caller's, in the caller's grad mode."""
         self._executor.run(node, env)
+        for value in node.outs:
+            if value is not None:
+                self._executor.fetch(value, env)
 
     def _foreign(self, foreign: ForeignValue) -> Tensor:
         """Compute a value of another recording, as it was when this one read it."""
@@ -264,7 +272,7 @@ class Replay:
         """Draw the random numbers of a node and throw them away."""
         scratch = node.overwrites
         reads = [v for v in dict.fromkeys(node.reads) if v is not scratch]
-        env: dict[Value, Tensor] = {}
+        env: Environment = {}
         if reads:
             inner = Replay(self.recording, self.device)
             env.update(zip(reads, inner.values(reads, node.index), strict=True))
@@ -272,7 +280,8 @@ class Replay:
             if scratch is not None:
                 # Its own memory, if it is at hand: that is overwritten later.
                 own = self._env.get(scratch)
-                env[scratch] = self._scratch.like(scratch, self.device, own)
+                memory = own if isinstance(own, Tensor) else None
+                env[scratch] = self._scratch.like(scratch, self.device, memory)
             self._executor.call(node, env)
 
     def free_scratch(self) -> None:
