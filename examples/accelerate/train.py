@@ -66,6 +66,11 @@ def main() -> None:
         scheduler.step()
         optimizer.zero_grad()
     accelerator.print(f"loss after {len(loader)} steps: {loss.item():.4f}")
+    # DDP has to go before its process group does: torch may hang at exit otherwise.
+    model, optimizer, loader, scheduler = accelerator.free_memory(
+        model, optimizer, loader, scheduler
+    )
+    del loss, batch
     accelerator.end_training()
 
 

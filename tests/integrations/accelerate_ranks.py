@@ -6,6 +6,7 @@ Run under torchrun: `accelerate_ranks.py CASE`, as `test_accelerate.py` does.
 from __future__ import annotations
 
 import hashlib
+import gc
 import json
 import os
 import sys
@@ -134,6 +135,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         result["eager"] = eager("untied" not in case)
         sys.stdout.write(json.dumps(result) + "\n")
+    gc.collect()  # a DDP left in a cycle may hang at exit, after its process group
     dist.destroy_process_group()
 
 

@@ -286,11 +286,7 @@ def test_the_example_runs_under_accelerate_launch() -> None:
     assert "loss after 16 steps" in alone
 
 
-@pytest.mark.skipif(
-    "DEFERRED_INIT_TORCHRUN_ACCELERATE" not in os.environ,
-    reason="hung once in a rehearsal of CI, cause not found; set "
-    "DEFERRED_INIT_TORCHRUN_ACCELERATE=1 to run it",
-)
+@pytest.mark.distributed
 @pytest.mark.slow
 def test_the_example_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
