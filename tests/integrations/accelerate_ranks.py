@@ -5,8 +5,8 @@ Run under torchrun: `accelerate_ranks.py CASE`, as `test_accelerate.py` does.
 
 from __future__ import annotations
 
-import hashlib
 import gc
+import hashlib
 import json
 import os
 import sys
