@@ -241,7 +241,8 @@ def plan(
         outlook.problems(inventory),
     )
     notes = (*the_plan.notes, *outlook.notes(the_plan.steps))
-    return replace(the_plan, gpu=outlook.gpu, world_size=world_size, notes=notes)
+    the_plan = replace(the_plan, gpu=outlook.gpu, world_size=world_size, notes=notes)
+    return replace(the_plan, counted=the_plan.forecast())
 
 
 def audit(

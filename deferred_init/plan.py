@@ -32,6 +32,7 @@ class Plan:
         scratch_bytes: What the peak needs on top of the final size.
         gpu: The hardware that it was made for by name, or None.
         world_size: Over how many ranks parameters are to be sharded.
+        counted: The forecast, once counted: `materialize` may change what it reads.
     """
 
     request: Request
@@ -43,6 +44,7 @@ class Plan:
     scratch_bytes: int
     gpu: Hardware | None = None
     world_size: int = 1
+    counted: Forecast | None = None
 
     @property
     def peak_bytes(self) -> int:
@@ -55,6 +57,8 @@ class Plan:
 
     def forecast(self) -> Forecast:
         """Count bytes per tensor, device and rank, and say what makes the peak."""
+        if self.counted is not None:
+            return self.counted
         return forecast(
             self.steps,
             self.inventory,

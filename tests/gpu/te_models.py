@@ -138,6 +138,16 @@ def train(
     return seen
 
 
+def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, te_recipe: Any) -> Any:
+    """Train; return a digest of all outputs and gradients, or how TE refused."""
+    try:
+        seen = train(model, optimizer, te_recipe)
+    except RuntimeError as error:
+        print(f"{type(model).__name__} refused:", error)
+        return type(error), str(error).splitlines()[0]
+    return [tensor.cpu().view(torch.uint8).numpy().tobytes() for tensor in seen]
+
+
 def data_of(tensor: Tensor) -> dict[str, Tensor]:
     """Return everything that a tensor keeps, by name."""
     if type(tensor) in (Tensor, nn.Parameter):

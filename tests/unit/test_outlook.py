@@ -72,6 +72,14 @@ def test_what_is_cast_exists_in_its_own_dtype_first() -> None:
     assert "128 bytes more while `weight` is made" in planned.forecast().peak_reason
 
 
+def test_a_forecast_stays_what_it_was_when_the_model_has_been_made() -> None:
+    model = nn.Linear(8, 4, device="meta")
+    planned = di.plan(model, "cpu", "bf16")
+    before = di.plan(model, "cpu", "bf16").forecast()
+    di.materialize(model, "cpu", "bf16")
+    assert planned.forecast() == before
+
+
 def test_who_makes_each_tensor_and_whether_it_draws_is_told() -> None:
     tensors = di.plan(di.deferred_init(_Uneven), "cuda").forecast().tensors
     draws = {tensor.fqn: tensor.draws for tensor in tensors}
