@@ -143,7 +143,6 @@ def outcome(model: nn.Module, optimizer: torch.optim.Optimizer, te_recipe: Any) 
     try:
         seen = train(model, optimizer, te_recipe)
     except RuntimeError as error:
-        print(f"{type(model).__name__} refused:", error)
         return type(error), str(error).splitlines()[0]
     return [tensor.cpu().view(torch.uint8).numpy().tobytes() for tensor in seen]
 
