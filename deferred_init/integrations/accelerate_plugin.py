@@ -125,9 +125,10 @@ class Accelerator(_DeferredPrepare, _Accelerator):  # type: ignore[misc]
         deferred_init: DeferredInitPlugin | None = None,
         **kwargs: Any,
     ) -> None:
-        super().__init__(*args, **kwargs)
+        # First: accelerate's constructor already asks which FP8 backend there is.
         self._deferred_init = deferred_init or DeferredInitPlugin()
         self.deferred_init_reports = []
+        super().__init__(*args, **kwargs)
 
 
 def attach(accelerator: Any, plugin: DeferredInitPlugin | None = None) -> Any:
