@@ -32,6 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from construct_models import RECIPES, SHAPES
 from construct_ways import Way, ways_of
 
+HEAD = (
+    f"{'model':9} {'recipe':12} {'way':54} {'build ms':>9} {'fill ms':>9} "
+    f"{'both ms':>9} {'/ eager':>8} {'GB':>7} {'peak GB':>8} {'equal':>9}"
+)
 MODELS = ("gpt2", "llama-1b", "llama-8b", "te-16", "te-32")
 
 
@@ -120,6 +124,9 @@ def run(model: str, recipe: str, arguments: argparse.Namespace) -> list[Line]:
     lines = [Line(model=model, recipe=recipe, way=way.name) for way in ways]
     cold = arguments.allocator == "cold"
     for round_ in range(arguments.repeats + 1):
+        if round_ == 1:  # what was imported need not be looked at again each time
+            gc.collect()
+            gc.freeze()
         for way, line in zip(ways, lines, strict=True):
             if way.slow and arguments.device == "cuda" and not arguments.slow:
                 line.note = "not run: draws on the CPU; --slow runs it once"
@@ -138,10 +145,7 @@ def run(model: str, recipe: str, arguments: argparse.Namespace) -> list[Line]:
 
 def table(lines: list[Line]) -> str:
     """Put lines under each other; times as multiples of eager construction's."""
-    rows = [
-        f"{'model':9} {'recipe':12} {'way':54} {'build ms':>9} {'fill ms':>9} "
-        f"{'both ms':>9} {'/ eager':>8} {'GB':>7} {'peak GB':>8} {'equal':>9}"
-    ]
+    rows = []
     eager = 0.0
     for line in lines:
         start = f"{line.model:9} {line.recipe:12} {line.way:54}"
@@ -170,15 +174,18 @@ def main() -> int:
     parser.add_argument("--slow", action="store_true", help="also what draws on a CPU")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
-    lines: list[Line] = []
-    for model in arguments.model:
-        for recipe in arguments.recipe:
-            lines += run(model, recipe, arguments)
     versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
     if arguments.device == "cuda":
         versions["card"] = torch.cuda.get_device_name()
     print(versions, f"median of {arguments.repeats}, allocator {arguments.allocator}")
-    print(table(lines))
+    print(HEAD, flush=True)
+    lines: list[Line] = []
+    for model in arguments.model:
+        for recipe in arguments.recipe:
+            found = run(model, recipe, arguments)
+            lines += found
+            if found:
+                print(table(found), flush=True)
     if arguments.json:
         data = {"versions": versions, "lines": [asdict(line) for line in lines]}
         arguments.json.write_text(json.dumps(data, indent=1) + "\n")
