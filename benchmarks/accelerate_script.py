@@ -2,20 +2,22 @@
 
 `deferred` builds the model without memory and lets the plugin prepare it; `eager`
 builds it on the device and lets the plugin convert it; `accelerate` is the script
-without this library: built on the CPU, converted by accelerate, if it can. The last
-line that it prints is a JSON object.
+without this library: built on the CPU, converted by accelerate, if it can. All cases
+run in one process, after a small one of each kind to warm up. It prints a JSON object
+per case.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
+import copy
+import gc
 import json
 import os
-import resource
 import sys
+import threading
 import time
-from collections.abc import Callable
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -40,61 +42,117 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 128256),
 }
 BATCH, LENGTH, STEPS = 1, 512, 3
+GPU = torch.cuda.is_available()
+
+
+class HostPeak:
+    """The most memory of this process while the context is open, in bytes."""
+
+    def __enter__(self) -> HostPeak:
+        gc.collect()
+        self.before = self.peak = _resident_bytes()
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+        self.peak = max(self.peak, _resident_bytes())
+
+    def _watch(self) -> None:
+        while not self._done.wait(0.002):
+            self.peak = max(self.peak, _resident_bytes())
+
+    @property
+    def growth(self) -> int:
+        """Return what was added to the memory at the start."""
+        return self.peak - self.before
+
+
+def _resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
 
 
 class Clock:
-    """Seconds of each stage since the parent process started this one."""
+    """Seconds of each stage, with the work on the device that it asked for."""
 
-    def __init__(self, started: float) -> None:
-        self._last = started
+    def __init__(self) -> None:
+        self._last = time.perf_counter()
         self.seconds: dict[str, float] = {}
 
     def stage(self, name: str) -> None:
-        """End a stage; work on the device counts to the stage that asked for it."""
-        if torch.cuda.is_available():
+        """End a stage."""
+        if GPU:
             torch.cuda.synchronize()
-        now = time.time()
+        now = time.perf_counter()
         self.seconds[name] = now - self._last
         self._last = now
 
 
-def build(shape: str, tied: bool) -> nn.Module:
-    """Construct the model as its users do."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    return LlamaForCausalLM(
-        LlamaConfig(
+class Way:
+    """How the script makes its model; what takes long on the CPU is done once."""
+
+    def __init__(self, name: str, shape: str, tied: bool) -> None:
+        self.name = name
+        self._shape, self._tied = shape, tied
+        self._original: Any = None
+        self._seconds = 0.0
+
+    def model(self, device: torch.device, clock: Clock) -> Any:
+        """Construct the model, or copy the one that was constructed on the CPU."""
+        if self.name == "deferred":
+            model: Any = di.deferred_init(self._construct)
+            clock.stage("build")
+            return model
+        if self.name == "eager":
+            torch.manual_seed(0)
+            with device:
+                model = self._construct()
+            clock.stage("build")
+            return model
+        model = copy.deepcopy(self._original)
+        clock.stage("copy")
+        clock.seconds["build"] = self._seconds
+        return model
+
+    def construct_ahead(self) -> None:
+        """Construct on the CPU, if that is the way, once for all cases."""
+        if self.name == "accelerate" and self._original is None:
+            torch.manual_seed(0)
+            started = time.perf_counter()
+            self._original = self._construct()
+            self._seconds = time.perf_counter() - started
+
+    def _construct(self) -> nn.Module:
+        hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[self._shape]
+        config = LlamaConfig(
             hidden_size=hidden,
             intermediate_size=intermediate,
             num_hidden_layers=layers,
             num_attention_heads=heads,
             num_key_value_heads=kv_heads,
             vocab_size=vocabulary,
-            tie_word_embeddings=tied,
+            tie_word_embeddings=self._tied,
             use_cache=False,
         )
-    )
+        return LlamaForCausalLM(config)
 
-
-def make(way: str, construct: Callable[[], nn.Module], device: Any) -> nn.Module:
-    """Construct the model in one of the three ways."""
-    if way == "deferred":
-        model: nn.Module = di.deferred_init(construct)
-        return model
-    torch.manual_seed(0)
-    with device if way == "eager" else contextlib.nullcontext():
-        return construct()
-
-
-def accelerator_for(way: str, recipe: str) -> Any:
-    """Return an accelerator; the launcher has chosen precision and sharding."""
-    if way != "accelerate":
-        name = None if recipe == "bf16" else recipe
-        return Accelerator(deferred_init=DeferredInitPlugin(recipe=name, seed=0))
-    if recipe == "bf16":
-        return accelerate.Accelerator()
-    from accelerate.utils import TERecipeKwargs
-
-    return accelerate.Accelerator(kwargs_handlers=[TERecipeKwargs()])
+    def accelerator(self, recipe: str, precision: str | None) -> Any:
+        """Return an accelerator; the launcher has chosen the sharding."""
+        accelerate.state.AcceleratorState._reset_state()
+        mixed = precision or ("bf16" if recipe == "bf16" else "fp8")
+        if self.name != "accelerate":
+            plugin = DeferredInitPlugin(
+                recipe=None if recipe == "bf16" else recipe, seed=0
+            )
+            return Accelerator(mixed_precision=mixed, deferred_init=plugin)
+        handlers = []
+        if recipe != "bf16":
+            handlers.append(accelerate.utils.TERecipeKwargs())
+        return accelerate.Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
 
 
 def watch_precision(model: nn.Module) -> list[bool]:
@@ -103,23 +161,19 @@ def watch_precision(model: nn.Module) -> list[bool]:
     library = sys.modules.get("transformer_engine.pytorch")
 
     def look(module: nn.Module, _: Any) -> None:
-        fp8 = False
-        if library is not None:
-            state = library.quantization.FP8GlobalStateManager
-            converted = type(module).__module__.startswith("transformer_engine")
-            fp8 = converted and bool(state.is_fp8_enabled())
-        seen.append(fp8)
+        converted = type(module).__module__.startswith("transformer_engine")
+        on = library is not None and _fp8_is_on(library)
+        seen.append(converted and on)
 
     name = "model.layers.0.self_attn.q_proj"
-    names = dict(model.named_modules())
-    found = next(module for key, module in names.items() if key.endswith(name))
+    modules = dict(model.named_modules())
+    found = next(module for key, module in modules.items() if key.endswith(name))
     found.register_forward_pre_hook(look)
     return seen
 
 
-def host_bytes() -> int:
-    """Return the most host memory that this process has had so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def _fp8_is_on(library: Any) -> bool:
+    return bool(library.quantization.FP8GlobalStateManager.is_fp8_enabled())
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, clock: Clock) -> list[float]:
@@ -139,56 +193,73 @@ def train(accelerator: Any, model: Any, optimizer: Any, clock: Clock) -> list[fl
     return losses
 
 
-def main() -> None:
-    """Build, prepare, train; print what happened."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--way", choices=("deferred", "eager", "accelerate"))
-    parser.add_argument("--recipe")
-    parser.add_argument("--shape", choices=list(SHAPES))
-    parser.add_argument("--untied", action="store_true")
-    parser.add_argument("--started", type=float)
-    arguments = parser.parse_args()
-    clock = Clock(arguments.started)
-    torch.use_deterministic_algorithms(True, warn_only=True)
-
-    accelerator = accelerator_for(arguments.way, arguments.recipe)
-    torch.zeros(1, device=accelerator.device)
-    if arguments.recipe != "bf16":
-        import transformer_engine.pytorch  # noqa: F401
-    clock.stage("start")
-    before = host_bytes()
-    model = make(
-        arguments.way,
-        lambda: build(arguments.shape, not arguments.untied),
-        accelerator.device,
-    )
-    count = sum(parameter.numel() for parameter in model.parameters())
-    clock.stage("build")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    prepared, optimizer = accelerator.prepare(model, optimizer)
-    clock.stage("prepare")
-    growth = host_bytes() - before
-    fp8 = watch_precision(prepared)
-    ours = {id(parameter) for parameter in prepared.parameters()}
+def case(way: Way, recipe: str, precision: str | None) -> dict[str, Any]:
+    """Build, prepare, train; what happened."""
+    way.construct_ahead()
+    accelerator = way.accelerator(recipe, precision)
+    if GPU:
+        torch.cuda.reset_peak_memory_stats()
+    clock = Clock()
+    with HostPeak() as host:
+        model: Any = way.model(accelerator.device, clock)
+        optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        clock.stage("optimizer")
+        model, optimizer = accelerator.prepare(model, optimizer)
+        clock.stage("prepare")
+    fp8 = watch_precision(model)
+    ours = {id(parameter): parameter.numel() for parameter in model.parameters()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    losses = train(accelerator, prepared, optimizer, clock)
-    result = {
-        "parameters": count,
-        "trained": sum(parameter in held for parameter in ours),
+    losses = train(accelerator, model, optimizer, clock)
+    accelerator.free_memory()
+    return {
+        "parameters": sum(ours.values()),
         "tensors": len(ours),
+        "trained": sum(parameter in held for parameter in ours),
         "fp8": fp8,
         "losses": losses,
         "bits": [loss.hex() for loss in losses],
         "seconds": clock.seconds,
-        "host_growth_bytes": growth,
-        "device_peak_bytes": torch.cuda.max_memory_allocated()
-        if torch.cuda.is_available()
-        else 0,
-        "torch": torch.__version__,
-        "accelerate": accelerate.__version__,
+        "host_growth_bytes": host.growth,
+        "device_peak_bytes": torch.cuda.max_memory_allocated() if GPU else 0,
     }
-    accelerator.end_training()
-    print(json.dumps(result))
+
+
+def attempt(way: Way, recipe: str, precision: str | None) -> dict[str, Any]:
+    """Run a case; its failure is a result too."""
+    try:
+        result = case(way, recipe, precision)
+    except Exception as error:  # noqa: BLE001 - whatever a library raises is the result
+        text = traceback.format_exc()
+        result = {"error": f"{type(error).__name__}: {error}", "traceback": text}
+    gc.collect()
+    if GPU:
+        torch.cuda.empty_cache()
+    return result
+
+
+def main() -> None:
+    """Warm up, then run the cases."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--way", nargs="+")
+    parser.add_argument("--recipe", nargs="+")
+    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--untied", action="store_true")
+    parser.add_argument("--precision")
+    arguments = parser.parse_args()
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    shapes = ["tiny"] if arguments.shape == "tiny" else ["tiny", arguments.shape]
+    for shape in shapes:
+        for name in arguments.way:
+            way = Way(name, shape, not arguments.untied)
+            for recipe in arguments.recipe:
+                if name == "accelerate" and recipe not in ("bf16", "fp8_delayed"):
+                    continue  # of Hopper's recipes it knows one
+                result = attempt(way, recipe, arguments.precision)
+                row = {"way": name, "recipe": recipe, "tied": not arguments.untied}
+                if shape == arguments.shape:
+                    print(json.dumps(row | result), flush=True)
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

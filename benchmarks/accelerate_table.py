@@ -1,15 +1,15 @@
 """A Hugging Face Llama through `accelerate launch`: with the plugin, and without.
 
-    python benchmarks/accelerate_table.py --recipe bf16 fp8_current --json rows.json
-    python benchmarks/accelerate_table.py --way accelerate --recipe fp8_delayed
-    python benchmarks/accelerate_table.py --merge rows*.json --json table.json
+    python benchmarks/accelerate_table.py --sharding one --json one.json
+    python benchmarks/accelerate_table.py --sharding fsdp2 --json fsdp2.json
+    python benchmarks/accelerate_table.py --merge one.json fsdp2.json --json table.json
     python benchmarks/accelerate_table.py --config examples/accelerate/cpu.yaml \
         --shape tiny --recipe bf16 --precision no
 
-Each row is a process of its own: one way to build the model, one recipe, on one device
-or under FSDP2 with one rank. Seconds are from the start of `accelerate launch`; the
-host memory is what the peak grew by from before the build to after `prepare`. The
-losses of `deferred` and `eager` have to be the same bits; the exit code says so.
+A row is one way to make the model, in one recipe, on one device or under FSDP2 with one
+rank; see `accelerate_script.py`. Seconds are those of a process in which a small model
+was trained the same way before; host memory is what `build` and `prepare` add at most.
+The losses of `deferred` and `eager` have to be the same bits; the exit code says so.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import argparse
 import json
 import subprocess
 import sys
-import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -33,41 +33,26 @@ RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")
 Row = dict[str, Any]
 
 
-def launch(way: str, recipe: str, sharding: str, arguments: argparse.Namespace) -> Row:
-    """Run the script once; what it printed, or why it failed."""
-    row: Row = {"way": way, "recipe": recipe, "sharding": sharding}
-    row["tied"] = not arguments.untied
-    precision = arguments.precision or ("bf16" if recipe == "bf16" else "fp8")
+def launch(sharding: str, arguments: argparse.Namespace) -> Iterator[Row]:
+    """Run the script once; yield its rows as they come."""
+    config = arguments.config or CONFIGS[sharding]
     command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(arguments.config or CONFIGS[sharding])]
-    command += ["--num_processes", "1", "--mixed_precision", precision, str(SCRIPT)]
-    command += ["--way", way, "--recipe", recipe, "--shape", arguments.shape]
+    command += ["--config_file", str(config), "--num_processes", "1", str(SCRIPT)]
+    command += ["--shape", arguments.shape, "--recipe", *arguments.recipe]
+    command += ["--way", *arguments.way]
     command += ["--untied"] if arguments.untied else []
-    command += ["--started", str(time.time())]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=ROOT
-    )
-    printed = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if done.returncode or not printed:
-        row["error"] = reason(done.stderr)
-        row["stderr"] = done.stderr[-6000:]
-        return row
-    row.update(json.loads(printed[-1]))
-    return row
-
-
-def reason(stderr: str) -> str:
-    """Return the line of a traceback that says why."""
-    lines = [line.strip() for line in stderr.splitlines()]
-    lines = [line.split("]: ", 1)[-1] for line in lines]  # torchrun's `[rank0]: `
-    found = [
-        line
-        for line in lines
-        if line.split(":")[0].endswith(("Error", "Exception")) and ":" in line
-    ]
-    own = [line for line in found if "CalledProcessError" not in line]
-    own = [line for line in own if "ChildFailedError" not in line]
-    return (own or found or lines or ["no output"])[0]
+    command += ["--precision", arguments.precision] if arguments.precision else []
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=ROOT
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("{"):
+                yield {"sharding": sharding, **json.loads(line)}
+            else:
+                print(line, end="", flush=True)
+    if process.returncode:
+        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
 
 
 def table(rows: list[Row]) -> str:
@@ -99,7 +84,7 @@ def table(rows: list[Row]) -> str:
 
 def _measured(row: Row) -> list[str]:
     seconds = row["seconds"]
-    first = sum(seconds[name] for name in ("start", "build", "prepare", "step 1"))
+    first = sum(seconds[name] for name in ("build", "prepare", "step 1"))
     return [
         " ".join(f"{loss:.5f}" for loss in row["losses"]),
         "yes" if all(row["fp8"]) else "no",
@@ -138,9 +123,9 @@ def differences(rows: list[Row]) -> list[str]:
 def main() -> int:
     """Measure or merge; print the table; 1 if something of ours is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--way", nargs="+", choices=WAYS, default=["deferred", "eager"])
+    parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--sharding", nargs="+", default=["one"], choices=CONFIGS)
+    parser.add_argument("--sharding", default="one", choices=CONFIGS)
     parser.add_argument("--shape", default="1b", choices=("tiny", "1b"))
     parser.add_argument("--untied", action="store_true", help="a head of its own")
     parser.add_argument("--config", type=Path, help="another configuration file")
@@ -152,16 +137,15 @@ def main() -> int:
         rows = [row for path in arguments.merge for row in json.loads(path.read_text())]
     else:
         rows = []
-        for sharding in arguments.sharding:
-            for recipe in arguments.recipe:
-                for way in arguments.way:
-                    rows.append(launch(way, recipe, sharding, arguments))
-                    if arguments.json:  # what was measured stays if time runs out
-                        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        for row in launch(arguments.sharding, arguments):
+            rows.append(row)
+            print(json.dumps(row), flush=True)
+            if arguments.json:  # what was measured stays if the time runs out
+                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     print(table(rows))
     for row in rows:
         if "error" in row:
-            print(f"\n{row['way']}, {row['recipe']}:\n{row['stderr'][-2500:]}")
+            print(f"\n{row['way']}, {row['recipe']}:\n{row['traceback'][-2500:]}")
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     problems = differences(rows)
