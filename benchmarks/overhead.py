@@ -57,7 +57,7 @@ STAGES = {
 }
 SHAPES = {
     "tiny": scale.Size(
-        layers=32, hidden=64, inner=96, heads=4, kv_heads=2, vocabulary=128
+        layers=32, hidden=16, inner=24, heads=4, kv_heads=2, vocabulary=32
     ),
     "3.5b": scale.Size(
         layers=16, hidden=4096, inner=14336, heads=32, kv_heads=8, vocabulary=1024
@@ -139,9 +139,9 @@ def measure(
 ) -> dict[str, Any]:
     """Materialize one kind of model several times; medians in seconds."""
     build, recipe = CASES[case]
-    runs = [_once(build, size, device, recipe) for _ in range(repeats + 1)][1:]
-    medians = {name: statistics.median(run[name] for run in runs) for name in runs[0]}
-    result: dict[str, Any] = {"case": case, **medians}
+    first, *runs = [_once(build, size, device, recipe) for _ in range(repeats + 1)]
+    medians = {name: statistics.median(run[name] for run in runs) for name in first}
+    result: dict[str, Any] = {"case": case, "first_s": first["total_s"], **medians}
     if device.type == "cuda":
         result["kernels_s"] = _kernel_seconds(build, size, device, recipe)
         shapes = [p.size() for p in build(size, device).parameters()]
@@ -255,13 +255,23 @@ def _shard(model: nn.Module, device: torch.device) -> nn.Module:
 def _table(shape: str, results: list[dict[str, Any]]) -> str:
     """Microseconds per tensor for each stage, and the whole in milliseconds."""
     names = list(STAGES.values())
-    heads = ["case", "tensors", "ms", "us/tensor", *names, "kernels", "ratio"]
+    heads = [
+        "case",
+        "tensors",
+        "ms",
+        "us/tensor",
+        "first ms",
+        *names,
+        "kernels",
+        "ratio",
+    ]
     lines = [f"{shape}: microseconds per tensor"]
     lines.append(f"{heads[0]:<17}" + "".join(f"{head:>10}" for head in heads[1:]))
     for result in results:
         each = 1e6 / result["tensors"]
         cells = [f"{result['tensors']:.0f}", f"{result['total_s'] * 1e3:.1f}"]
         cells.append(f"{result['total_s'] * each:.1f}")
+        cells.append(f"{result['first_s'] * 1e3:.1f}")
         cells += [f"{result[name] * each:.1f}" for name in names]
         kernels = result.get("kernels_s")
         if kernels:

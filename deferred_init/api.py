@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.errors import AuditError
+from deferred_init.garbage import full_collections_wait
 from deferred_init.handlers.registry import load_handlers
 from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
@@ -35,6 +36,7 @@ Names = Mapping[str, str] | Iterable[Mapping[str, str] | LayoutRule]
 
 
 @one_at_a_time
+@full_collections_wait()
 def materialize(
     model: Models,
     device: torch.device | str | int,
@@ -166,6 +168,7 @@ def materialize(
 
 
 @one_at_a_time
+@full_collections_wait()
 def plan(
     model: Models,
     device: torch.device | str | int,
@@ -245,6 +248,7 @@ def plan(
     return replace(the_plan, counted=the_plan.forecast())
 
 
+@full_collections_wait()
 def audit(
     model: Models,
     *,

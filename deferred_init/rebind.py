@@ -73,8 +73,8 @@ def exchange(
     undo = _undo_of(old, new, saved, made)
     if log is not None:
         log(undo)
-    if swap_obstacle(old) is None and _same_slots(old, new):
-        torch.utils.swap_tensors(old, new)
+    if _use_count(old) > 1 and swap_obstacle(old) is None and _same_slots(old, new):
+        torch.utils.swap_tensors(old, new)  # which also guards an old graph node
     else:
         _swap_unchecked(old, new)
     old.__dict__ = {**carried, **made}

@@ -12,7 +12,9 @@ Design: what is lent is *cold*: right shape, dtype and device, one element of me
 A function mode sees every use. Before the first use of its data a tensor is made *hot*:
 it gets memory of full size. When that would exceed the budget (the largest tensor of
 the plan), others are made cold again: the rank's slice is kept, the memory is freed.
-A view that somebody still holds of a hot tensor keeps it hot.
+A view that somebody still holds of a hot tensor keeps it hot. Where all of a step fits
+into the budget and nothing was kept before, which is so for most modules, everything is
+made hot at once and nobody watches: that is all the same, and costs less.
 
 A value that was kept before is *absent* from the memory of its tensor when that is made
 hot again. A dispatch mode watches: an operation that overwrites all of it, as most
@@ -67,24 +69,21 @@ class Loan:
         self.allocator = allocator
         self.keeps = keeps
         self.stored = stored
+        self.full_bytes = allocator.full_bytes(home)
+        self._device = device
         self.hot = False
-        element = torch.empty((), dtype=home.dtype, device=device)
-        self._cold = element.expand(home.size())
-        self.scratch: Tensor = self._cold
+        self.scratch: Tensor = self._one_element()
         if isinstance(home, nn.Parameter):
-            self.scratch = nn.Parameter(self._cold, requires_grad=home.requires_grad)
-        self.scratch.__dict__.update(home.__dict__)
-
-    @property
-    def full_bytes(self) -> int:
-        """Bytes of the whole tensor."""
-        return self.allocator.full_bytes(self.home)
+            grad = home.requires_grad
+            self.scratch = nn.Parameter(self.scratch, requires_grad=grad)
+        if home.__dict__:
+            self.scratch.__dict__.update(home.__dict__)
 
     def heat(self) -> Tensor:
         """Give the scratch memory; its contents are undefined."""
         home = self.home
         memory = torch.empty_strided(
-            home.size(), home.stride(), dtype=home.dtype, device=self._cold.device
+            home.size(), home.stride(), dtype=home.dtype, device=self._device
         )
         self.scratch.data = memory
         self.hot = True
@@ -92,8 +91,13 @@ class Loan:
 
     def cool(self) -> None:
         """Let go of the memory."""
-        self.scratch.data = self._cold
+        self.scratch.data = self._one_element()
         self.hot = False
+
+    def _one_element(self) -> Tensor:
+        home = self.home
+        element = torch.empty((), dtype=home.dtype, device=self._device)
+        return element.expand(home.size())
 
     def load(self) -> None:
         """Put the value of the home into the memory."""
@@ -151,8 +155,15 @@ class Staging:
 
     def __enter__(self) -> Staging:
         """Begin to watch what is used."""
+        loans = self._loans.values()
+        stored = any(loan.stored for loan in loans)
+        if not stored and sum(loan.full_bytes for loan in loans) <= self._budget_bytes:
+            for key, loan in self._loans.items():
+                self._prepare(loan.heat())
+                self._hot[key] = loan
+            return self
         self._modes.enter_context(Uses(self._use))
-        if any(loan.stored for loan in self._loans.values()):
+        if stored:
             self._modes.enter_context(Contents(self._absent, self._touch))
         return self
 

@@ -17,6 +17,7 @@ from deferred_init.handlers.registry import allocator_for
 from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
+from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
 from deferred_init.undo import ModuleSnapshot, UndoLog
@@ -81,27 +82,30 @@ class ExecutionWorkspace:
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Give memory to the tensors of the slots; their contents are undefined."""
-        for slot in slots:
-            if id(slot.tensor) in self._made:
-                continue
-            group = self._inventory.groups[id(slot.tensor)]
-            if group.shared:
-                self._allocate_shared(group)
-            else:
-                new = self._empty_like(slot.tensor)
-                self._poison(new)
-                self._install(slot.tensor, new)
+        with no_function_modes():
+            for slot in slots:
+                if id(slot.tensor) in self._made:
+                    continue
+                group = self._inventory.groups[id(slot.tensor)]
+                if group.shared:
+                    self._allocate_shared(group)
+                else:
+                    new = self._empty_like(slot.tensor)
+                    self._poison(new)
+                    self._install(slot.tensor, new)
 
     def adopt(self, slot: Slot, tensor: Tensor) -> None:
         """Give the tensor object of a slot the contents of a newly made one."""
         target = self.current(slot.tensor)
         if tensor is target:
             return
-        if staged_allocator(target) is not None and staged_allocator(tensor) is None:
-            self._keep(target, tensor)
-            return
-        tensor.requires_grad_(target.requires_grad) if tensor.is_leaf else None
-        self._install(target, tensor)
+        with no_function_modes():
+            if staged_allocator(target) and not staged_allocator(tensor):
+                self._keep(target, tensor)
+                return
+            if tensor.is_leaf:
+                tensor.requires_grad_(target.requires_grad)
+            self._install(target, tensor)
         if id(slot.tensor) in self.final_now:
             self.finish(slot)
 
@@ -120,9 +124,11 @@ class ExecutionWorkspace:
     def filling(self, step: Step) -> Iterator[None]:
         """Let the body fill the step's tensors in place; see the protocol."""
         sites = step.site.post_order() if step.claim.rewrites else (step.site,)
-        lent = self._lend_scratch(step)
+        slots = [slot for site in sites for slot in site.slots]
+        with no_function_modes():
+            lent = self._lend_scratch(step, slots)
         try:
-            with self._lending(step, [s for site in sites for s in site.slots]):
+            with self._lending(step, slots):
                 yield
         finally:
             for slot, original in lent:
@@ -137,30 +143,33 @@ class ExecutionWorkspace:
     @contextmanager
     def _lending(self, step: Step, others: Sequence[Slot]) -> Iterator[None]:
         """Allocate what is claimed, and lend in full size what is kept in part."""
-        self.allocate(
-            [s for s in step.claim.slots if staged_allocator(s.tensor) is None]
-        )
-        staging = self._lend_staged(step, others)
+        with no_function_modes():
+            self.allocate(
+                [s for s in step.claim.slots if not staged_allocator(s.tensor)]
+            )
+            staging = self._lend_staged(step, others)
         try:
             with staging or nullcontext():
                 yield
-            if staging is not None:
-                staging.keep_all()
-            self._collect_replacements(step, staging)
+            with no_function_modes():
+                if staging is not None:
+                    staging.keep_all()
+                self._collect_replacements(step, staging)
         finally:
             if staging is not None:
                 staging.give_back()
 
     def finish(self, slot: Slot) -> None:
         """Cast a tensor to its final dtype once nobody writes it any more."""
-        tensor = self.current(slot.tensor)
-        dtype = final_dtype(slot, self._request)
-        if tensor.dtype == dtype or (allocator := allocator_for(tensor)) is None:
-            return
-        if is_staged(allocator):
-            self._install(tensor, allocator.cast(tensor, dtype))
-        else:
-            tensor.data = tensor.data.to(dtype)
+        with no_function_modes():
+            tensor = self.current(slot.tensor)
+            dtype = final_dtype(slot, self._request)
+            if tensor.dtype == dtype or (allocator := allocator_for(tensor)) is None:
+                return
+            if is_staged(allocator):
+                self._install(tensor, allocator.cast(tensor, dtype))
+            else:
+                tensor.data = tensor.data.to(dtype)
 
     def _install(self, old: Tensor, new: Tensor) -> None:
         """Exchange contents, or where that is impossible replace the object."""
@@ -224,26 +233,25 @@ class ExecutionWorkspace:
         for member in members:
             self._install(member, made[id(member)])
 
-    def _lend_scratch(self, step: Step) -> list[tuple[Slot, Tensor]]:
+    def _lend_scratch(
+        self, step: Step, slots: Sequence[Slot]
+    ) -> list[tuple[Slot, Tensor]]:
         """Replace what must not be written by scratch, for the time of one step."""
         claim = step.claim
         writable = {id(slot.tensor) for slot in (*claim.slots, *claim.rewrites)}
-        sites = step.site.post_order() if claim.rewrites else (step.site,)
         lent: list[tuple[Slot, Tensor]] = []
-        for site in sites:
-            for slot in site.slots:
-                if slot.kind not in (SlotKind.PARAMETER, SlotKind.BUFFER):
-                    continue
-                if id(slot.tensor) in writable or (
-                    site is not step.site and id(slot.tensor) in self._made
-                ):
-                    continue
-                original = self.current(slot.tensor)
-                if staged_allocator(original) is not None:
-                    continue
-                made = id(slot.tensor) in self._made
-                slot.write(_scratch_like(original, self._request.device, copy=not made))
-                lent.append((slot, original))
+        for slot in slots:
+            if slot.kind not in (SlotKind.PARAMETER, SlotKind.BUFFER):
+                continue
+            made = id(slot.tensor) in self._made
+            below = slot.owner is not step.site.module
+            if id(slot.tensor) in writable or (below and made):
+                continue
+            original = self.current(slot.tensor)
+            if staged_allocator(original) is not None:
+                continue
+            slot.write(_scratch_like(original, self._request.device, copy=not made))
+            lent.append((slot, original))
         return lent
 
     def _lend_staged(self, step: Step, others: Sequence[Slot]) -> Staging | None:

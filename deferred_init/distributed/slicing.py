@@ -100,12 +100,12 @@ def _copy(target: Tensor, full: Tensor, dims: tuple[Segments, ...], dim: int) ->
     at = 0
     for start, end in dims[dim]:
         length = end - start
-        _copy(
-            target.narrow(dim, at, length),
-            full.narrow(dim, start, length),
-            dims,
-            dim + 1,
-        )
+        part, kept = target, full
+        if length < target.size(dim):
+            part = target.narrow(dim, at, length)
+        if length < full.size(dim):
+            kept = full.narrow(dim, start, length)
+        _copy(part, kept, dims, dim + 1)
         at += length
 
 

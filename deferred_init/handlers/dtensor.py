@@ -19,7 +19,7 @@ be, not W times faster; a rank's memory holds the largest full tensor meanwhile.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -133,16 +133,34 @@ def region_on_this_rank(tensor: DTensor) -> Region | None:
     coordinate = mesh.get_coordinate()
     if coordinate is None:
         return None
+    return _region(
+        tensor.size(),
+        tensor.placements,
+        mesh.shape,
+        tuple(coordinate),
+        tensor._local_tensor.size(),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _region(
+    shape: torch.Size,
+    placements: tuple[Any, ...],
+    mesh_shape: tuple[int, ...],
+    coordinate: tuple[int, ...],
+    local_shape: torch.Size,
+) -> Region:
+    """Compute a region; the layers of a model have few different ones."""
     axes = [
         Axis(
             dim=getattr(placement, "dim", None),
-            size=mesh.size(axis),
+            size=mesh_shape[axis],
             rank=coordinate[axis],
             split_factor=getattr(placement, "split_factor", None),
         )
-        for axis, placement in enumerate(tensor.placements)
+        for axis, placement in enumerate(placements)
     ]
-    return region_of(tensor.size(), axes, tensor._local_tensor.size())
+    return region_of(shape, axes, local_shape)
 
 
 def _wrap(like: DTensor, local: Tensor, spec: Any) -> Tensor:

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import torch
 
-__all__ = ["index_of", "no_dispatch", "plain_torch"]
+__all__ = ["index_of", "no_dispatch", "no_function_modes", "plain_torch"]
 
 
 def index_of(device: torch.device) -> int | None:
@@ -16,10 +16,13 @@ def index_of(device: torch.device) -> int | None:
 
 
 no_dispatch = torch._C._DisableTorchDispatch
+no_function_modes = torch._C.DisableTorchFunction
+"""A context in which no function mode is asked, `torch.device(...)` as a context among
+them: with one, every look at a tensor's attribute goes through Python."""
 
 
 @contextmanager
 def plain_torch() -> Iterator[None]:
     """Switch off function and dispatch modes: what runs here is plain torch."""
-    with torch._C.DisableTorchFunction(), no_dispatch():
+    with no_function_modes(), no_dispatch():
         yield
