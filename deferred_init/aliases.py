@@ -50,15 +50,12 @@ class StorageGroup:
     Attributes:
         key: The storage key; unique in the inventory.
         members: The tensor objects, in inventory order.
+        shared: Whether the storage has to be allocated as one block for several.
     """
 
     key: int
     members: tuple[Tensor, ...]
-
-    @property
-    def shared(self) -> bool:
-        """Whether the storage has to be allocated as one block for several."""
-        return len(self.members) > 1 or not _covers_storage(self.members[0])
+    shared: bool
 
     @property
     def num_bytes(self) -> int:
@@ -81,7 +78,8 @@ def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
         by_key.setdefault(-id(tensor) if key is None else key, []).append(tensor)
     groups: dict[int, StorageGroup] = {}
     for key, members in by_key.items():
-        group = StorageGroup(key=key, members=tuple(members))
+        shared = len(members) > 1 or not _covers_storage(members[0])
+        group = StorageGroup(key=key, members=tuple(members), shared=shared)
         groups.update((id(member), group) for member in members)
     return groups
 

@@ -189,18 +189,21 @@ class _Claims:
             self._take(site, *tree)
         elif id(site) in self._covered:
             return
-        asked = last_initializers() if tree else initializers_for(type(site.module))
+        last = last_initializers()
+        asked = last if tree else initializers_for(type(site.module))
         owner = any(slot.deferred for slot in site.slots)
+        pending, settled = self._pending(site), self._is_settled(site)
         for initializer in asked:
             if not owner and not initializer.composite:
                 continue
-            if initializer not in last_initializers() and self._is_settled(site):
+            if settled and initializer not in last:
                 continue
-            claim = initializer.claim(site, self._pending(site), self._request)
+            claim = initializer.claim(site, pending, self._request)
             if claim is not None:
                 self._take(site, initializer, claim)
+                pending, settled = self._pending(site), self._is_settled(site)
         unsettled_tree = tree is not None and not tree[1].settled
-        if unsettled_tree or not self._is_settled(site):
+        if unsettled_tree or not settled:
             self._open.add(id(site))
 
     def _is_settled(self, site: ModuleSite) -> bool:
@@ -223,6 +226,10 @@ class _Claims:
 
     def _normalize(self, claim: Claim) -> Claim:
         """Turn claims of what others make already into rewrites."""
+        made = {id(slot.tensor) for slot in claim.slots}
+        alone = len(made) == len(claim.slots) and made.isdisjoint(self.claimed)
+        if alone and not claim.rewrites:
+            return claim
         fresh: dict[int, Slot] = {}
         again: dict[int, Slot] = {}
         for slot in claim.slots:

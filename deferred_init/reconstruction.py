@@ -19,7 +19,7 @@ from torch import nn
 
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, SlotKind
-from deferred_init.twin import difference
+from deferred_init.twin import difference, site_of
 
 __all__ = ["Construction", "find_construction"]
 
@@ -53,17 +53,18 @@ class Construction:
 
 def find_construction(
     site: ModuleSite,
-) -> tuple[Construction, nn.Module] | None:
-    """Find a construction on meta with the structure of the model."""
+) -> tuple[Construction, ModuleSite] | None:
+    """Find a construction on meta with the structure of the model, and its site."""
     generators = GeneratorSnapshot(torch.device("cpu"))
     for construction in _candidates(site):
         try:
             with torch.device("meta"):
-                twin = construction.build(site.module)
+                built = construction.build(site.module)
         except Exception:  # noqa: BLE001 - constructors raise anything; hf.py is next
             continue
         finally:
             generators.restore()
+        twin = site_of(built)
         if difference(site, twin, dtypes=not construction.cast) is None:
             return construction, twin
     return None

@@ -18,12 +18,19 @@ from deferred_init.inventory import take_inventory
 from deferred_init.reparametrized import is_parametrized, original_type
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["difference", "matching_modules", "matching_slots", "tie_again"]
+__all__ = ["difference", "matching_modules", "matching_slots", "site_of", "tie_again"]
 
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 
 
-def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str | None:
+def site_of(twin: nn.Module) -> ModuleSite:
+    """Return the site of a twin, which the other functions want to be handed."""
+    return take_inventory((twin,)).roots[0]
+
+
+def difference(
+    site: ModuleSite, twin: ModuleSite, *, dtypes: bool = True
+) -> str | None:
     """Say in what a twin differs from the model in structure, or None.
 
     Compared are the modules (names, order, types), the parameters and buffers
@@ -33,10 +40,10 @@ def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str
 
     Args:
         site: The subtree.
-        twin: The second construction of its root.
+        twin: The site of the second construction of its root.
         dtypes: Whether dtypes have to agree as well.
     """
-    ours, theirs = list(site.post_order()), list(_site_of(twin).post_order())
+    ours, theirs = list(site.post_order()), list(twin.post_order())
     for one, other in zip_longest(ours, theirs):
         if one is None or other is None:
             return "the number of modules"
@@ -64,7 +71,7 @@ def difference(site: ModuleSite, twin: nn.Module, *, dtypes: bool = True) -> str
 
 
 def matching_slots(
-    site: ModuleSite, slots: Iterable[Slot], twin: nn.Module
+    site: ModuleSite, slots: Iterable[Slot], twin: ModuleSite
 ) -> list[tuple[Slot, Tensor]]:
     """Pair slots of the subtree with the tensors in the same places of a twin.
 
@@ -74,7 +81,7 @@ def matching_slots(
     prefix = site.fqn
     theirs = {
         (slot.fqn, slot.kind): slot.tensor
-        for other in _site_of(twin).post_order()
+        for other in twin.post_order()
         for slot in other.slots
     }
     pairs = []
@@ -89,10 +96,10 @@ def matching_slots(
 
 
 def matching_modules(
-    site: ModuleSite, twin: nn.Module
+    site: ModuleSite, twin: ModuleSite
 ) -> Iterator[tuple[nn.Module, nn.Module]]:
     """Pair the modules of the subtree with those of a twin of equal structure."""
-    for one, other in zip(site.post_order(), _site_of(twin).post_order(), strict=True):
+    for one, other in zip(site.post_order(), twin.post_order(), strict=True):
         yield one.module, other.module
 
 
@@ -111,10 +118,6 @@ def _module_type(module: nn.Module) -> tuple[type, bool]:
     if is_parametrized(module):
         return original_type(module), True
     return unsharded_type(module), False
-
-
-def _site_of(twin: nn.Module) -> ModuleSite:
-    return take_inventory((twin,)).roots[0]
 
 
 def _registered(sites: Sequence[ModuleSite]) -> list[Slot]:

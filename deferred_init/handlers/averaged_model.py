@@ -17,7 +17,7 @@ from torch.optim.swa_utils import AveragedModel
 from deferred_init.handlers.protocol import LAST, Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, construction_order
 from deferred_init.slots import ModuleSite, Slot
-from deferred_init.twin import difference
+from deferred_init.twin import difference, site_of
 
 __all__ = ["AveragedModelInit"]
 
@@ -88,7 +88,7 @@ def _sources(
         for one in root.post_order():
             if type(one.module) is kind and id(one.module) not in own:
                 with torch.no_grad():
-                    if difference(inner, one.module) is None:
+                    if difference(inner, site_of(one.module)) is None:
                         yield one
 
 

@@ -39,9 +39,10 @@ from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.reconstruction import Construction, find_construction
+from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.target_dtype import final_dtype
-from deferred_init.twin import matching_modules, matching_slots, tie_again
+from deferred_init.twin import matching_modules, matching_slots, site_of, tie_again
 from deferred_init.twin_replay import replay_twin
 
 __all__ = ["HFConstructor"]
@@ -118,27 +119,38 @@ class HFConstructor:
             or workspace.request.rng != "eager"
             or others > _room(step.claim.slots)
         ):
-            twin = replay_twin(
+            built = replay_twin(
                 lambda: construction.build(site.module),
-                lambda twin: _own(matching_slots(site, slots, twin), claimed),
+                lambda twin: _own(matching_slots(site, slots, site_of(twin)), claimed),
                 give,
                 workspace,
             )
+            given = True
         else:
             full = workspace.request.verify == "full"
             with PoisonedMemory() if full else nullcontext():
-                twin = construction.build(site.module)
-            for slot, tensor in _own(matching_slots(site, slots, twin), claimed):
+                built = construction.build(site.module)
+            given = False
+        with no_function_modes():
+            twin = site_of(built)
+            pairs = matching_slots(site, slots, twin)
+            for slot, tensor in () if given else _own(pairs, claimed):
                 give(slot, tensor)
-        pairs = matching_slots(site, slots, twin)
-        kept = _kept(pairs, claimed)
-        for slot, tensor in pairs:
-            keeper = kept[id(tensor)]
-            if slot.tensor is not keeper.tensor:
-                tie_again(slot, keeper, workspace)
-        for ours, its in matching_modules(site, twin):
-            if _INITIALIZED in vars(its):
-                setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+            _follow(pairs, claimed, workspace)
+            for ours, its in matching_modules(site, twin):
+                if _INITIALIZED in vars(its):
+                    setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _follow(
+    pairs: list[tuple[Slot, Tensor]], claimed: set[int], workspace: Workspace
+) -> None:
+    """Tie what the twin ties."""
+    kept = _kept(pairs, claimed)
+    for slot, tensor in pairs:
+        keeper = kept[id(tensor)]
+        if slot.tensor is not keeper.tensor:
+            tie_again(slot, keeper, workspace)
 
 
 def _dressed(like: Tensor, made: Tensor) -> Tensor:

@@ -21,7 +21,7 @@ from deferred_init.handlers.registry import add_initializer
 from deferred_init.own_attributes import own_attribute
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot
-from deferred_init.twin import difference, matching_slots
+from deferred_init.twin import difference, matching_slots, site_of
 
 __all__ = ["HFConv1D", "HFLeaf"]
 
@@ -74,11 +74,12 @@ class HFLeaf:
             return None
         finally:
             generators.restore()
-        if difference(site, twin) is not None:
+        copy_site = site_of(twin)
+        if difference(site, copy_site) is not None:
             return None
         made = [
             slot
-            for slot, tensor in matching_slots(site, pending, twin)
+            for slot, tensor in matching_slots(site, pending, copy_site)
             if not watch.is_raw(tensor)
         ]
         if not made:
@@ -92,7 +93,7 @@ class HFLeaf:
         arguments = _arguments(site.module)
         assert arguments is not None, "checked by the claim"
         twin = type(site.module)(**copy.deepcopy(arguments))
-        for slot, tensor in matching_slots(site, step.claim.slots, twin):
+        for slot, tensor in matching_slots(site, step.claim.slots, site_of(twin)):
             workspace.adopt(slot, tensor)
 
 

@@ -78,6 +78,10 @@ _allocators: dict[type, Allocator] = {}
 _refreshers: list[Refresher] = []
 _order_hints: list[OrderHint] = []
 _loaded: set[str] = set()
+# What was found for a type; bounded, since it keeps types alive.
+_asked: dict[type, tuple[Initializer, ...]] = {}
+_allocator_of: dict[type, Allocator | None] = {}
+_MAX_TYPES = 1024
 
 OrderHint = Callable[[nn.Module], "Order | None"]
 FillFunction = Callable[[Any], None]
@@ -156,6 +160,7 @@ def register_initializer(
             f"{module_type.__qualname__} already has the registered rule "
             f"{_user_rules[module_type].name!r}; register a subclass instead"
         )
+    _asked.clear()
     if isinstance(initializer, Initializer):
         _user_rules[module_type] = initializer
     elif callable(initializer):
@@ -168,12 +173,14 @@ def register_initializer(
 def unregister_initializer(module_type: type[nn.Module]) -> None:
     """Remove a registered rule; for tests and interactive work."""
     _user_rules.pop(module_type, None)
+    _asked.clear()
 
 
 def add_initializer(
     initializer: Initializer, *types: type, first: bool = False, last: bool = False
 ) -> None:
     """Register a built-in initializer, by type or before / after all types."""
+    _asked.clear()
     if first:
         _first.append(initializer)
     if last:
@@ -189,6 +196,7 @@ def add_initializer(
 
 def add_allocator(allocator: Allocator, *types: type) -> None:
     """Register an allocator for types of tensor."""
+    _allocator_of.clear()
     for tensor_type in types:
         known = _allocators.setdefault(tensor_type, allocator)
         if known is not allocator:
@@ -210,14 +218,22 @@ def load_handlers() -> None:
             importlib.import_module(module)
 
 
-def initializers_for(module_type: type) -> list[Initializer]:
+def initializers_for(module_type: type) -> tuple[Initializer, ...]:
     """Return the initializers to ask, in order of preference."""
+    known = _asked.get(module_type)
+    if known is None:
+        _forget_if_many(_asked)
+        known = _asked[module_type] = _find_initializers(module_type)
+    return known
+
+
+def _find_initializers(module_type: type) -> tuple[Initializer, ...]:
     mro = module_type.__mro__
     found = [_user_rules[base] for base in mro if base in _user_rules]
     found += _first
     found += [_initializers[base] for base in mro if base in _initializers]
     found += _last
-    return list(dict.fromkeys(found))
+    return tuple(dict.fromkeys(found))
 
 
 def add_order_hint(hint: OrderHint) -> None:
@@ -246,12 +262,25 @@ def has_user_rule(module_type: type) -> bool:
 
 def allocator_for(tensor: Tensor) -> Allocator | None:
     """Return the allocator for a tensor, or None if nobody claims its type."""
-    for base in type(tensor).__mro__:
-        if base is Tensor and _has_own_dispatch(type(tensor)):
+    kind = type(tensor)
+    if kind not in _allocator_of:
+        _forget_if_many(_allocator_of)
+        _allocator_of[kind] = _find_allocator(kind)
+    return _allocator_of[kind]
+
+
+def _find_allocator(tensor_type: type) -> Allocator | None:
+    for base in tensor_type.__mro__:
+        if base is Tensor and _has_own_dispatch(tensor_type):
             return None
         if base in _allocators:
             return _allocators[base]
     return None
+
+
+def _forget_if_many(known: dict[type, Any]) -> None:
+    if len(known) >= _MAX_TYPES:
+        known.clear()
 
 
 def refreshers() -> tuple[Refresher, ...]:

@@ -66,6 +66,7 @@ def quiet_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
         yield
     registry._user_rules.clear()
     registry._user_rules.update(rules)
+    registry._asked.clear()
 
 
 @pytest.mark.parametrize(
