@@ -14,7 +14,9 @@ Models of a Llama's shape are built without memory in several ways and materiali
 With tiny widths the kernels take next to nothing, so that all of the time is overhead,
 on a CPU as well as on a GPU. On a GPU with real widths, the sum of the time of all
 kernels is measured in one more run, by torch's profiler; and `normal_` for the full
-model. All times are medians, after one run that warms up.
+model. All times are medians, after a first run that is listed by itself: it loads modules
+and kernels. Seconds are of the clock on a GPU, and of the process on a CPU, so that
+other work on the machine does not count.
 """
 
 from __future__ import annotations
@@ -105,6 +107,7 @@ def te(size: scale.Size, device: torch.device) -> nn.Module:
             bias=False,
             normalization="RMSNorm",
             activation="swiglu",
+            fuse_qkv_params=True,
             params_dtype=torch.bfloat16,
             device="meta",
         )
@@ -252,32 +255,35 @@ def _shard(model: nn.Module, device: torch.device) -> nn.Module:
     return fully_shard(model, mesh=mesh)
 
 
-def _table(shape: str, results: list[dict[str, Any]]) -> str:
-    """Microseconds per tensor for each stage, and the whole in milliseconds."""
-    names = list(STAGES.values())
-    heads = [
-        "case",
-        "tensors",
-        "ms",
-        "us/tensor",
-        "first ms",
-        *names,
-        "kernels",
-        "ratio",
-    ]
-    lines = [f"{shape}: microseconds per tensor"]
-    lines.append(f"{heads[0]:<17}" + "".join(f"{head:>10}" for head in heads[1:]))
-    for result in results:
-        each = 1e6 / result["tensors"]
-        cells = [f"{result['tensors']:.0f}", f"{result['total_s'] * 1e3:.1f}"]
-        cells.append(f"{result['total_s'] * each:.1f}")
-        cells.append(f"{result['first_s'] * 1e3:.1f}")
-        cells += [f"{result[name] * each:.1f}" for name in names]
-        kernels = result.get("kernels_s")
-        if kernels:
-            cells += [f"{kernels * 1e3:.1f}", f"{result['total_s'] / kernels:.2f}"]
-        lines.append(f"{result['case']:<17}" + "".join(f"{c:>10}" for c in cells))
-    return "\n".join(lines)
+COLUMNS = (
+    "tensors",
+    "ms",
+    "us/tensor",
+    "first ms",
+    *STAGES.values(),
+    "kernels",
+    "ratio",
+)
+
+
+def _head(shape: str) -> str:
+    columns = "".join(f"{column:>10}" for column in COLUMNS)
+    return (
+        f"{shape}: stages in microseconds per tensor, kernels in ms\n{'':<17}{columns}"
+    )
+
+
+def _line(result: dict[str, Any]) -> str:
+    each, total = 1e6 / result["tensors"], result["total_s"]
+    numbers = [total * 1e3, total * each, result["first_s"] * 1e3]
+    numbers += [result[stage] * each for stage in STAGES.values()]
+    kernels = result.get("kernels_s")
+    if kernels:
+        numbers.append(kernels * 1e3)
+    cells = [f"{result['tensors']:.0f}", *(f"{number:.1f}" for number in numbers)]
+    if kernels:
+        cells.append(f"{total / kernels:.2f}")
+    return f"{result['case']:<17}" + "".join(f"{cell:>10}" for cell in cells)
 
 
 def main() -> None:
@@ -291,20 +297,20 @@ def main() -> None:
     options = parser.parse_args()
     device = torch.device(options.device)
     cases = [case for case in options.case if possible(case, device)]
-    found = {
+    found: dict[str, Any] = {
         "torch": torch.__version__,
         "device": "cpu" if device.type == "cpu" else torch.cuda.get_device_name(device),
         "repeats": options.repeats,
         "shapes": {},
     }
     for shape in options.shape:
-        results = []
+        print(_head(shape), flush=True)
+        results = found["shapes"][shape] = []
         for case in cases:
             results.append(measure(case, SHAPES[shape], device, options.repeats))
-        found["shapes"][shape] = results
-        print(_table(shape, results), flush=True)
-        if options.json:
-            options.json.write_text(json.dumps(found, indent=2) + "\n")
+            print(_line(results[-1]), flush=True)
+            if options.json:
+                options.json.write_text(json.dumps(found, indent=2) + "\n")
     if dist.is_initialized():
         dist.destroy_process_group()
 

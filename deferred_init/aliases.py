@@ -103,9 +103,7 @@ def _covers_storage(tensor: Tensor) -> bool:
         return True
     try:
         storage_bytes = tensor.untyped_storage().nbytes()
-    except (NotImplementedError, RuntimeError):
+        num_bytes = tensor.numel() * tensor.element_size()
+        return tensor.storage_offset() == 0 and storage_bytes == num_bytes
+    except (NotImplementedError, RuntimeError, ValueError):  # sparse, lazy, opaque
         return True
-    return (
-        tensor.storage_offset() == 0
-        and storage_bytes == tensor.numel() * tensor.element_size()
-    )

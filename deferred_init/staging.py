@@ -50,11 +50,13 @@ class Loan:
 
     Attributes:
         home: The tensor that keeps a part of it.
-        scratch: What the init code sees instead.
+        scratch: What the init code sees instead, once it is lent.
         keeps: Whether what is written shall be kept; else it is thrown away.
         stored: Whether `home` holds a value.
         hot: Whether the scratch has memory.
     """
+
+    scratch: Tensor
 
     def __init__(
         self,
@@ -70,29 +72,35 @@ class Loan:
         self.keeps = keeps
         self.stored = stored
         self.full_bytes = allocator.full_bytes(home)
-        self._device = device
         self.hot = False
-        self.scratch: Tensor = self._one_element()
+        self._device = device
+
+    def lend(self, *, hot: bool) -> None:
+        """Make the scratch, with memory at once or without."""
+        home = self.home
+        self.hot = hot
+        self.scratch = self._memory() if hot else self._one_element()
         if isinstance(home, nn.Parameter):
             grad = home.requires_grad
             self.scratch = nn.Parameter(self.scratch, requires_grad=grad)
         if home.__dict__:
             self.scratch.__dict__.update(home.__dict__)
 
-    def heat(self) -> Tensor:
+    def heat(self) -> None:
         """Give the scratch memory; its contents are undefined."""
-        home = self.home
-        memory = torch.empty_strided(
-            home.size(), home.stride(), dtype=home.dtype, device=self._device
-        )
-        self.scratch.data = memory
+        self.scratch.data = self._memory()
         self.hot = True
-        return memory
 
     def cool(self) -> None:
         """Let go of the memory."""
         self.scratch.data = self._one_element()
         self.hot = False
+
+    def _memory(self) -> Tensor:
+        home = self.home
+        return torch.empty_strided(
+            home.size(), home.stride(), dtype=home.dtype, device=self._device
+        )
 
     def _one_element(self) -> Tensor:
         home = self.home
@@ -131,6 +139,7 @@ class Staging:
         self._budget_bytes = budget_bytes
         self._keep = keep
         self._prepare = prepare
+        self._waiting: list[tuple[Loan, tuple[Slot, ...]]] = []
         self._loans: dict[int, Loan] = {}
         self._hot: OrderedDict[int, Loan] = OrderedDict()
         self._absent: dict[int, Loan] = {}
@@ -146,26 +155,34 @@ class Staging:
         keeps: bool,
         stored: bool,
     ) -> None:
-        """Put a cold scratch into every place that holds a tensor."""
+        """Put scratch into every place that holds a tensor, on entering."""
         loan = Loan(home, allocator, self._device, keeps=keeps, stored=stored)
-        self._loans[id(loan.scratch)] = loan
-        for slot in slots:
-            slot.write(loan.scratch)
-            self._lent.append((slot, home))
+        self._waiting.append((loan, slots))
 
     def __enter__(self) -> Staging:
-        """Begin to watch what is used."""
-        loans = self._loans.values()
-        stored = any(loan.stored for loan in loans)
-        if not stored and sum(loan.full_bytes for loan in loans) <= self._budget_bytes:
-            for key, loan in self._loans.items():
-                self._prepare(loan.heat())
-                self._hot[key] = loan
-            return self
-        self._modes.enter_context(Uses(self._use))
+        """Lend, and begin to watch what is used."""
+        stored = any(loan.stored for loan, _ in self._waiting)
+        all_bytes = sum(loan.full_bytes for loan, _ in self._waiting)
+        hot = not stored and all_bytes <= self._budget_bytes
+        for loan, slots in self._waiting:
+            self._lend(loan, slots, hot=hot)
+        self._waiting.clear()
+        if not hot:
+            self._modes.enter_context(Uses(self._use))
         if stored:
             self._modes.enter_context(Contents(self._absent, self._touch))
         return self
+
+    def _lend(self, loan: Loan, slots: tuple[Slot, ...], *, hot: bool) -> None:
+        loan.lend(hot=hot)
+        key = id(loan.scratch)
+        self._loans[key] = loan
+        if hot:
+            self._prepare(loan.scratch.detach())
+            self._hot[key] = loan
+        for slot in slots:
+            slot.write(loan.scratch)
+            self._lent.append((slot, loan.home))
 
     def __exit__(self, *_error: object) -> None:
         """Stop watching; nothing is kept or given back yet."""
@@ -202,7 +219,8 @@ class Staging:
                 self._hot.move_to_end(key)
                 continue
             self._make_room(loan.full_bytes, keys)
-            self._prepare(loan.heat())
+            loan.heat()
+            self._prepare(loan.scratch.detach())
             self._hot[key] = loan
             if loan.stored:
                 self._absent[_key(loan.scratch)] = loan

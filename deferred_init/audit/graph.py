@@ -164,19 +164,23 @@ class _Walk:
                 if tensor is not None:
                     self._tensor(tensor, prefix + name, kind, module, name, scope)
         rest: list[tuple[object, str, str, int]] = []
+        if any(map(attributes.get, _HOOK_TABLES)):
+            rest.extend(
+                (attributes[name], prefix + name, name, 0)
+                for name in _HOOK_TABLES
+                if attributes.get(name)
+            )
         for name, value in attributes.items():
-            if name in _MODULE_INTERNALS:
-                if value and name in _HOOK_TABLES:
-                    rest.append((value, prefix + name, name, 0))
-            elif (
-                not name.startswith(_WRAPPER_STATE) and kind_of(value) is not Kind.ATOM
+            if (
+                name not in _MODULE_INTERNALS
+                and kind_of(value) is not Kind.ATOM
+                and not name.startswith(_WRAPPER_STATE)
             ):
                 rest.append((value, prefix + name, name, 0))
-        if type(module).__dictoffset__ and len(rest) == 0 and not _has_slots(module):
-            return
         for name, value in parts_of(module, Kind.SLOTS):
             rest.append((value, prefix + name[1:], name[1:], 0))
-        self._values(rest, module, scope)
+        if rest:
+            self._values(rest, module, scope)
 
     def _values(
         self,
@@ -235,7 +239,3 @@ class _Walk:
             self.graph.places.append(
                 Place(f"{fqn}.grad", "gradient", grad, owner, f"{name}.grad", scope)
             )
-
-
-def _has_slots(module: nn.Module) -> bool:
-    return any("__slots__" in vars(base) for base in type(module).__mro__[:-1])

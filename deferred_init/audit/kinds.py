@@ -67,6 +67,7 @@ _SIMPLE = (
 )
 _known: dict[type, Kind] = {}
 _cached: dict[type, frozenset[str]] = {}
+_members: dict[type, tuple[tuple[str, types.MemberDescriptorType], ...]] = {}
 
 
 def register_cache(own: type, attributes: Iterable[str]) -> None:
@@ -169,12 +170,20 @@ def _dict_parts(value: object) -> Iterator[tuple[str, object]]:
 
 
 def _slot_parts(value: object) -> Iterator[tuple[str, object]]:
-    for base in type(value).__mro__:
-        if "__slots__" not in base.__dict__:
+    own = type(value)
+    members = _members.get(own)
+    if members is None:
+        members = _members[own] = tuple(_slot_members(own))
+    for label, member in members:
+        try:
+            yield label, member.__get__(value, own)
+        except AttributeError:  # not set
             continue
-        for name, member in list(base.__dict__.items()):
-            if isinstance(member, types.MemberDescriptorType):
-                try:
-                    yield f".{name}", member.__get__(value, base)
-                except AttributeError:  # not set
-                    continue
+
+
+def _slot_members(own: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    for base in own.__mro__:
+        if "__slots__" in base.__dict__:
+            for name, member in base.__dict__.items():
+                if isinstance(member, types.MemberDescriptorType):
+                    yield f".{name}", member

@@ -15,11 +15,14 @@ __all__ += ["unsharded_class", "unsharded_type"]
 
 def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
     """Yield every parameter group of FSDP2 once."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     state = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
-    if state is None:
+    if fsdp is None or state is None:
         return
     seen: set[int] = set()
     for module in modules:
+        if not isinstance(module, fsdp.FSDPModule):
+            continue
         found = state._get_module_fsdp_state(module)
         for group in _groups_of(found):
             if id(group) not in seen:

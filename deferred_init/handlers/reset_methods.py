@@ -62,7 +62,9 @@ class ResetMethods:
             return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
         if not writes.filled and not writes.touched:
             return _only_hints(module)
-        self._real[module] = tuple(s for s in writes.real if s.owner is not module)
+        self._real.pop(module, None)
+        if real := tuple(s for s in writes.real if s.owner is not module):
+            self._real[module] = real
         return Claim(
             slots=writes.filled,
             rewrites=writes.touched,

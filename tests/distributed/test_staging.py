@@ -203,8 +203,22 @@ def test_changing_a_value_that_was_made_before_gathers_it_first(
 
 def test_a_write_that_no_mode_sees_fails_instead_of_being_lost() -> None:
     lent = Lent()
+    with lent.staging:
+        pass
     with torch.no_grad(), pytest.raises(RuntimeError, match="more than one element"):
         lent.module["a"].normal_()
+
+
+def test_what_fits_into_the_budget_has_memory_without_being_watched() -> None:
+    lent = Lent(budget_bytes=96)
+
+    def body(module: nn.ParameterDict) -> None:
+        assert not torch.overrides._is_torch_function_mode_enabled()
+        module["a"].fill_(3.0)
+
+    rows = lent.fill(body)
+    assert rows["a"] == [3, 3, 3]
+    assert all(value != value for value in rows["b"])  # untouched, and poisoned
 
 
 def test_a_value_that_was_only_looked_at_stays_as_it_is() -> None:
