@@ -14,9 +14,9 @@ Models of a Llama's shape are built without memory in several ways and materiali
 With tiny widths the kernels take next to nothing, so that all of the time is overhead,
 on a CPU as well as on a GPU. On a GPU with real widths, the sum of the time of all
 kernels is measured in one more run, by torch's profiler; and `normal_` for the full
-model. All times are medians, after a first run that is listed by itself: it loads modules
-and kernels. Seconds are of the clock on a GPU, and of the process on a CPU, so that
-other work on the machine does not count.
+model. All times are medians, after a first run that is listed by itself: it loads
+modules and kernels. Seconds are of the clock on a GPU, and of the process on a CPU, so
+that other work on the machine does not count.
 """
 
 from __future__ import annotations
