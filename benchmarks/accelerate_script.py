@@ -142,7 +142,7 @@ class Way:
 
     def accelerator(self, recipe: str, precision: str | None) -> Any:
         """Return an accelerator; the launcher has chosen the sharding."""
-        accelerate.state.AcceleratorState._reset_state()
+        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
         mixed = precision or ("bf16" if recipe == "bf16" else "fp8")
         if self.name != "accelerate":
             plugin = DeferredInitPlugin(
@@ -246,6 +246,9 @@ def main() -> None:
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--precision")
     arguments = parser.parse_args()
+    if any(recipe != "bf16" for recipe in arguments.recipe):
+        # Before torch loads cuDNN: where there are two of them, both want to be first.
+        import transformer_engine.pytorch  # noqa: F401
     torch.use_deterministic_algorithms(True, warn_only=True)
     shapes = ["tiny"] if arguments.shape == "tiny" else ["tiny", arguments.shape]
     for shape in shapes:

@@ -23,7 +23,7 @@ __all__ = ["param_init_fn"]
 
 def param_init_fn(
     recipe: object = None, *, device: torch.device | str | int | None = None
-) -> Callable[[nn.Module], None]:
+) -> Callable[[nn.Module], nn.Module]:
     """Return a function for `FullyShardedDataParallel(..., param_init_fn=)`.
 
     Args:
@@ -32,22 +32,25 @@ def param_init_fn(
             current CUDA device, or the CPU where there is none.
 
     Returns:
-        A function that gives memory and values to all that is deferred in a module.
+        A function that gives memory and values to all that is deferred in a module, and
+        returns the module, from which accelerate takes the tied parameters.
 
     Example:
         >>> import torch, deferred_init as di
         >>> layer = torch.nn.Linear(4, 2, device="meta")
-        >>> di.param_init_fn(device="cpu")(layer)
+        >>> di.param_init_fn(device="cpu")(layer) is layer
+        True
         >>> layer.weight.device.type
         'cpu'
     """
 
-    def fill(module: nn.Module) -> None:
+    def fill(module: nn.Module) -> nn.Module:
         target = _default_device() if device is None else torch.device(device)
         if recipe is None and is_deferred(module):
             materialize_module(module, device=target)
         else:
             materialize(module, target, recipe)
+        return module
 
     return fill
 

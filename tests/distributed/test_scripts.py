@@ -3,45 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+RunScript = Callable[..., str]
 
 
-def _run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
+def test_the_example_makes_the_same_parameters_on_any_number_of_processes(
+    run_script: RunScript,
+) -> None:
+    one, two = (
+        run_script("examples/fsdp2_torchrun.py", ranks=ranks).splitlines()
+        for ranks in (1, 2)
     )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def _example(num_processes: int) -> list[str]:
-    # A standalone rendezvous chooses a free port by itself.
-    return _run(
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(num_processes),
-        "examples/fsdp2_torchrun.py",
-    ).splitlines()
-
-
-def test_the_example_makes_the_same_parameters_on_any_number_of_processes() -> None:
-    one, two = _example(1), _example(2)
     assert one[-1].startswith("parameters ")
     assert two[-1] == one[-1]
     assert two[-2].endswith("ready: True")
@@ -49,8 +24,10 @@ def test_the_example_makes_the_same_parameters_on_any_number_of_processes() -> N
 
 
 @pytest.mark.parametrize("built", ["meta", "recorded"])
-def test_the_benchmark_measures_one_rank_of_many(built: str) -> None:
-    lines = _run(
+def test_the_benchmark_measures_one_rank_of_many(
+    built: str, run_script: RunScript
+) -> None:
+    lines = run_script(
         "benchmarks/scale.py",
         *("--device", "cpu", "--model", "tiny", "--built", built),
         *("--world", "8", "--world", "64", "--json"),
@@ -66,8 +43,8 @@ def test_the_benchmark_measures_one_rank_of_many(built: str) -> None:
         assert result["normal_s"] >= 0
 
 
-def test_the_benchmark_prints_a_table() -> None:
-    lines = _run(
+def test_the_benchmark_prints_a_table(run_script: RunScript) -> None:
+    lines = run_script(
         "benchmarks/scale.py",
         *("--device", "cpu", "--model", "tiny", "--world", "8", "--rank", "3"),
     ).splitlines()

@@ -1,6 +1,6 @@
 """Prepares a deferred model on two ranks; prints one JSON line per case on rank 0.
 
-Run under torchrun: `accelerate_ranks.py CASE`, as `test_accelerate.py` does.
+Run under torchrun: `accelerate_ranks.py CASE...`, as `test_accelerate_ranks.py` does.
 """
 
 from __future__ import annotations
@@ -16,8 +16,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate import FullyShardedDataParallelPlugin, PartialState
-from accelerate.utils import DistributedType
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from accelerate.utils import DistributedType, is_compiled_module
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import deferred_init as di
@@ -50,25 +58,70 @@ def digest(tensors: dict[str, Any]) -> str:
     return made.hexdigest()[:16]
 
 
-def fsdp(ram_efficient: bool) -> FullyShardedDataParallelPlugin:
+def values(accelerator: Accelerator, model: Any) -> str:
+    """Hash all values of a model, whole."""
+    if isinstance(model, FullyShardedDataParallel):
+        # With parameters on the CPU torch's own way to a full state dict crashes.
+        with FullyShardedDataParallel.summon_full_params(model):
+            return digest(
+                {
+                    name.replace("_fsdp_wrapped_module.", ""): value.clone()
+                    for name, value in model.named_parameters()
+                }
+            )
+    return digest(accelerator.get_state_dict(model))
+
+
+def fsdp(case: str) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
-        fsdp_version=2,
-        cpu_ram_efficient_loading=ram_efficient,
+        fsdp_version=1 if "fsdp1" in case else 2,
+        cpu_ram_efficient_loading="ram" in case,
         auto_wrap_policy="transformer_based_wrap",
         transformer_cls_names_to_wrap=["LlamaDecoderLayer"],
+        state_dict_type="SHARDED_STATE_DICT",
+        **({"use_orig_params": True} if "fsdp1" in case else {}),
     )
 
 
-def train(case: str, folder: str) -> dict[str, Any]:
-    plugin = DeferredInitPlugin(seed=0)
-    accelerator = Accelerator(cpu=True, deferred_init=plugin)
-    if case.startswith("fsdp"):
-        # Accelerate turns FSDP on for accelerators only; its code runs on CPUs too.
-        accelerator.state.fsdp_plugin = fsdp("ram" in case)
+def accelerator_for(case: str) -> Accelerator:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    options = {"dynamo_backend": "eager"} if "compiled" in case else {}
+    plugin = DeferredInitPlugin(seed=None if "fsdp1" in case else 0)
+    accelerator = Accelerator(cpu=True, deferred_init=plugin, **options)
+    # Accelerate turns these on for accelerators only; its code runs on CPUs too.
+    if "tp" in case:
+        config = ParallelismConfig(tp_size=2)
+        accelerator.state.parallelism_config = config
+        accelerator.state.device_mesh = config.get_device_mesh("cpu")
+    if "fsdp" in case:
+        PartialState().device = torch.device("cpu")  # without the index, for FSDP1
+        accelerator.state.device = torch.device("cpu")
+        accelerator.state.fsdp_plugin = fsdp(case)
         accelerator.state.distributed_type = DistributedType.FSDP
         PartialState().distributed_type = DistributedType.FSDP
-        assert accelerator.is_fsdp2
+        assert accelerator.is_fsdp2 == ("fsdp2" in case)
+    return accelerator
+
+
+def split(model: Any, mesh: Any) -> None:
+    """Apply tensor parallelism, as Hugging Face's plan for a Llama does."""
+    styles = {
+        **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj"), ColwiseParallel()),
+        **dict.fromkeys(("self_attn.v_proj", "mlp.gate_proj"), ColwiseParallel()),
+        "mlp.up_proj": ColwiseParallel(),
+        **dict.fromkeys(("self_attn.o_proj", "mlp.down_proj"), RowwiseParallel()),
+    }
+    for layer in model.model.layers:
+        parallelize_module(layer, mesh, styles)
+    model.config.distributed_config = {"tp_size": mesh.size()}
+
+
+def train(case: str, folder: str) -> dict[str, Any]:
+    accelerator = accelerator_for(case)
+    torch.manual_seed(0)  # FSDP1 goes on with the generator
     model: Any = di.deferred_init(build, "untied" not in case)
+    if "tp" in case:
+        split(model, accelerator.torch_device_mesh["tp"])
     if case == "ddp_one_real" and accelerator.is_main_process:
         torch.manual_seed(0)
         model = build()
@@ -84,7 +137,7 @@ def train(case: str, folder: str) -> dict[str, Any]:
     model, optimizer, data, scheduler = accelerator.prepare(
         model, optimizer, data, scheduler
     )
-    start = digest(accelerator.get_state_dict(model))
+    start = values(accelerator, model)
     groups = [len(group["params"]) for group in optimizer.param_groups]
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
     strangers = held - {id(p) for p in model.parameters()}
@@ -96,27 +149,34 @@ def train(case: str, folder: str) -> dict[str, Any]:
         scheduler.step()
         optimizer.zero_grad()
         losses.append(loss.item())
-    moved = digest(accelerator.get_state_dict(model))
+    result = {
+        "start": start,
+        "classes": sorted({type(p).__name__ for p in model.parameters()}),
+        "groups": groups,
+        "strangers": len(strangers),
+        "losses": losses,
+        "moved": values(accelerator, model),
+        "compiled": is_compiled_module(model),
+        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
+        "reports_ok": [report.ok for report in accelerator.deferred_init_reports],
+    }
+    if "tp" not in case:  # accelerate cannot save what only tp shards
+        result["again"] = saved_and_loaded(accelerator, model, folder)
+    return result
+
+
+def saved_and_loaded(accelerator: Accelerator, model: Any, folder: str) -> str:
+    """Save, forget everything, load."""
     accelerator.save_state(folder)
     accelerator.wait_for_everyone()
     with torch.no_grad():
         for param in model.parameters():
             param.zero_()
     accelerator.load_state(folder)
-    again = digest(accelerator.get_state_dict(model))
-    accelerator.save_model(model, os.path.join(folder, "model"))
-    unwrapped = type(accelerator.unwrap_model(model)).__name__
-    return {
-        "start": start,
-        "classes": sorted({type(p).__name__ for p in model.parameters()}),
-        "groups": groups,
-        "strangers": len(strangers),
-        "losses": losses,
-        "moved": moved,
-        "again": again,
-        "unwrapped": unwrapped,
-        "reports_ok": [report.ok for report in accelerator.deferred_init_reports],
-    }
+    again = values(accelerator, model)
+    if not isinstance(model, FullyShardedDataParallel):
+        accelerator.save_model(model, os.path.join(folder, "model"))
+    return again
 
 
 def eager(tie: bool) -> str:
@@ -125,17 +185,18 @@ def eager(tie: bool) -> str:
 
 
 def main() -> None:
-    case = sys.argv[1]
-    with tempfile.TemporaryDirectory() as own:
-        folder: list[Any] = [own]
-        dist.init_process_group("gloo")
-        dist.broadcast_object_list(folder)
-        result = train(case, folder[0])
-        dist.barrier()
-    if dist.get_rank() == 0:
-        result["eager"] = eager("untied" not in case)
-        sys.stdout.write(json.dumps(result) + "\n")
-    gc.collect()  # a DDP left in a cycle may hang at exit, after its process group
+    dist.init_process_group("gloo")
+    for case in sys.argv[1:]:
+        with tempfile.TemporaryDirectory() as own:
+            folder: list[Any] = [own]
+            dist.broadcast_object_list(folder)
+            result = train(case, folder[0])
+            dist.barrier()
+        if dist.get_rank() == 0:
+            result.update(case=case, eager=eager("untied" not in case))
+            sys.stdout.write(json.dumps(result) + "\n")
+            sys.stdout.flush()
+        gc.collect()  # a DDP left in a cycle may hang at exit, after its process group
     dist.destroy_process_group()
 
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +25,7 @@ from deferred_init.integrations.optimizer_names import OptimizerNames  # noqa: E
 
 pytestmark = pytest.mark.hf
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+RunScript = Callable[..., str]
 
 
 class Net(nn.Module):
@@ -230,26 +226,6 @@ def test_optimizers_with_strangers_or_state_are_refused_before_sharding() -> Non
     )
 
 
-def _run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return done.stdout
-
-
-def _ranks(case: str) -> Any:
-    lines = _run(*TORCHRUN, "tests/integrations/accelerate_ranks.py", case).splitlines()
-    return json.loads(next(line for line in lines if line.startswith("{")))
-
-
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -262,9 +238,11 @@ def _ranks(case: str) -> Any:
     ],
 )
 def test_two_ranks_start_from_the_eager_values_train_save_and_load(
-    case: str, cls: str, groups: list[int]
+    case: str, cls: str, groups: list[int], run_script: RunScript
 ) -> None:
-    result = _ranks(case)
+    script = "tests/integrations/accelerate_ranks.py"
+    lines = run_script(script, case, ranks=2).splitlines()
+    result = json.loads(next(line for line in lines if line.startswith("{")))
     assert result["start"] == result["eager"]
     assert result["groups"] == groups
     assert result["strangers"] == 0
@@ -277,8 +255,8 @@ def test_two_ranks_start_from_the_eager_values_train_save_and_load(
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_example_runs_under_accelerate_launch() -> None:
-    alone = _run(
+def test_the_example_runs_under_accelerate_launch(run_script: RunScript) -> None:
+    alone = run_script(
         *("-m", "accelerate.commands.launch", "--config_file"),
         *("examples/accelerate/cpu.yaml", "examples/accelerate/train.py"),
     )
@@ -288,8 +266,8 @@ def test_the_example_runs_under_accelerate_launch() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_example_runs_on_two_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    two = _run(*TORCHRUN, "examples/accelerate/train.py")
+def test_the_example_runs_on_two_ranks(run_script: RunScript) -> None:
+    cpu = {"ACCELERATE_USE_CPU": "true"}
+    two = run_script("examples/accelerate/train.py", ranks=2, environment=cpu)
     assert "Materialized: ready" in two
     assert "loss after 8 steps" in two

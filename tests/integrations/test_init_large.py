@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,29 +13,15 @@ import deferred_init as di
 
 pytest.importorskip("transformers")
 
+RunScript = Callable[..., str]
+
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
-ROOT = Path(__file__).resolve().parents[2]
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 
-
-def _run(*command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=200,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
-
-
-def test_the_plan_of_405_billion_parameters_says_what_a_rank_keeps() -> None:
-    out = _run(
+def test_the_plan_of_405_billion_parameters_says_what_a_rank_keeps(
+    run_script: RunScript,
+) -> None:
+    out = run_script(
         *("examples/init_large/llama3.py", "--size", "405b", "--recipe", "bf16"),
         *("--plan", "--gpu", "h200", "--world-size", "512"),
     )
@@ -47,16 +31,18 @@ def test_the_plan_of_405_billion_parameters_says_what_a_rank_keeps() -> None:
 
 
 @pytest.mark.distributed
-def test_a_seed_checkpoint_is_the_same_for_any_number_of_ranks(tmp_path: Path) -> None:
+def test_a_seed_checkpoint_is_the_same_for_any_number_of_ranks(
+    tmp_path: Path, run_script: RunScript
+) -> None:
     script = ("examples/init_large/llama3.py", "--size", "tiny", "--seed", "3")
-    _run(*script, "--save", str(tmp_path / "one"))
-    _run(*TORCHRUN, *script, "--save", str(tmp_path / "two"))
+    for ranks in (1, 2, 4):
+        run_script(*script, "--save", str(tmp_path / str(ranks)), ranks=ranks)
     from examples.init_large.llama3 import llama3_tiny
 
     model = di.deferred_init(llama3_tiny)
     di.materialize(model, "cpu", seed=3)
     eager = model.state_dict()
-    for name in ("one", "two"):
+    for name in ("1", "2", "4"):
         state = {"model": {key: torch.empty_like(v) for key, v in eager.items()}}
         with pytest.warns(UserWarning, match="torch.distributed"):
             dcp.load(state, checkpoint_id=tmp_path / name)
@@ -64,6 +50,6 @@ def test_a_seed_checkpoint_is_the_same_for_any_number_of_ranks(tmp_path: Path) -
             assert torch.equal(state["model"][key], value), (name, key)
 
 
-def test_a_mixture_of_experts_is_made_for_real() -> None:
-    out = _run("examples/init_large/deepseek_v3.py", "--size", "tiny")
+def test_a_mixture_of_experts_is_made_for_real(run_script: RunScript) -> None:
+    out = run_script("examples/init_large/deepseek_v3.py", "--size", "tiny")
     assert "Materialized: ready" in out

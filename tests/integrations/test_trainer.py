@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Callable
+from importlib.util import find_spec
 from types import SimpleNamespace
 
 import pytest
@@ -16,20 +14,7 @@ import deferred_init as di
 from deferred_init.integrations.lightning import configure_model
 from deferred_init.integrations.trainer import model_init
 
-ROOT = Path(__file__).resolve().parents[2]
-
-
-def _example(*command: str) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        env=environment,
-        cwd=ROOT,
-        timeout=200,
-        check=False,
-    )
+RunScript = Callable[..., str]
 
 
 def test_each_call_makes_the_model_anew_and_goes_on_with_the_generator() -> None:
@@ -50,12 +35,13 @@ def test_options_are_those_of_materialize() -> None:
 
 @pytest.mark.hf
 @pytest.mark.slow
-def test_the_trainer_example_trains_fresh_and_from_weights() -> None:
+def test_the_trainer_example_trains_fresh_and_from_weights(
+    run_script: RunScript,
+) -> None:
     pytest.importorskip("transformers")
-    done = _example("examples/trainer.py")
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert "Materialized: ready" in done.stdout
-    assert "mean loss from fresh values" in done.stdout
+    printed = run_script("examples/trainer.py")
+    assert "Materialized: ready" in printed
+    assert "mean loss from fresh values" in printed
 
 
 def _module(model: nn.Module) -> nn.Module:
@@ -83,14 +69,13 @@ def test_configure_model_materializes_once_and_then_does_nothing() -> None:
 
 
 @pytest.mark.slow
-def test_the_lightning_example_trains_or_says_that_it_needs_lightning() -> None:
-    done = _example("examples/lightning_module.py")
-    try:
-        import lightning  # noqa: F401
-    except ImportError:
-        assert done.returncode == 77
-        assert "needs lightning" in done.stdout
+def test_the_lightning_example_trains_or_says_that_it_needs_lightning(
+    run_script: RunScript,
+) -> None:
+    if find_spec("lightning") is None:
+        printed = run_script("examples/lightning_module.py", status=77)
+        assert "needs lightning" in printed
     else:
-        assert done.returncode == 0, done.stderr[-3000:]
-        assert "Materialized: ready" in done.stdout
-        assert "ready: True" in done.stdout
+        printed = run_script("examples/lightning_module.py")
+        assert "Materialized: ready" in printed
+        assert "ready: True" in printed

@@ -1,0 +1,51 @@
+"""What tests of all folders share: scripts that run in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def _run(
+    *command: str,
+    ranks: int | None = None,
+    environment: Mapping[str, str] | None = None,
+    status: int = 0,
+) -> str:
+    """Run a Python command in the repository's root; what it printed."""
+    # A standalone rendezvous chooses a free port by itself.
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+    launch = () if ranks is None else (*torchrun, str(ranks))
+    done = subprocess.run(
+        [sys.executable, *launch, *command],
+        capture_output=True,
+        text=True,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            **(environment or {}),
+        },
+        cwd=ROOT,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == status, done.stdout[-2000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="session")
+def run_script() -> Callable[..., str]:
+    """Run a script: `run_script(FILE, *ARGUMENTS, ranks=2)`; its standard output.
+
+    `ranks` starts so many processes with torchrun, `environment` adds variables, and
+    `status` is the exit status that has to come.
+    """
+    return _run
