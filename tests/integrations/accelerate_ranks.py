@@ -157,7 +157,9 @@ def train(case: str, folder: str) -> dict[str, Any]:
         "losses": losses,
         "moved": values(accelerator, model),
         "compiled": is_compiled_module(model),
-        "unwrapped": type(accelerator.unwrap_model(model)).__name__,
+        "unwrapped": type(
+            accelerator.unwrap_model(model, keep_torch_compile=False)
+        ).__name__,
         "reports_ok": [report.ok for report in accelerator.deferred_init_reports],
     }
     if "tp" not in case:  # accelerate cannot save what only tp shards

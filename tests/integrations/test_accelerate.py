@@ -1,9 +1,8 @@
-"""Real accelerate on CPUs: one process here, two under torchrun."""
+"""Real accelerate in one process on a CPU."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,6 @@ from deferred_init.integrations.accelerate_plugin import (  # noqa: E402
 from deferred_init.integrations.optimizer_names import OptimizerNames  # noqa: E402
 
 pytestmark = pytest.mark.hf
-
-RunScript = Callable[..., str]
 
 
 class Net(nn.Module):
@@ -226,48 +223,47 @@ def test_optimizers_with_strangers_or_state_are_refused_before_sharding() -> Non
     )
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "cls", "groups"),
-    [
-        ("ddp", "Parameter", [15, 4]),
-        ("ddp_one_real", "Parameter", [15, 4]),
-        ("fsdp2_tied", "DTensor", [15, 4]),
-        ("fsdp2_ram_untied", "DTensor", [16, 4]),
-    ],
-)
-def test_two_ranks_start_from_the_eager_values_train_save_and_load(
-    case: str, cls: str, groups: list[int], run_script: RunScript
-) -> None:
-    script = "tests/integrations/accelerate_ranks.py"
-    lines = run_script(script, case, ranks=2).splitlines()
-    result = json.loads(next(line for line in lines if line.startswith("{")))
-    assert result["start"] == result["eager"]
-    assert result["groups"] == groups
-    assert result["strangers"] == 0
-    assert result["classes"] == [cls]
-    assert result["moved"] != result["start"]
-    assert result["again"] == result["moved"]
-    assert result["reports_ok"] == [True]
-    assert result["unwrapped"].endswith("LlamaForCausalLM")
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_the_example_runs_under_accelerate_launch(run_script: RunScript) -> None:
-    alone = run_script(
-        *("-m", "accelerate.commands.launch", "--config_file"),
-        *("examples/accelerate/cpu.yaml", "examples/accelerate/train.py"),
+def test_compilation_comes_after_the_model_is_made() -> None:
+    accelerator = Accelerator(
+        cpu=True, deferred_init=DeferredInitPlugin(seed=0), dynamo_backend="eager"
     )
-    assert "Materialized: ready" in alone
-    assert "loss after 16 steps" in alone
+    inner = di.deferred_init(Net)
+    optimizer, loader, _ = parts(inner)
+    model, optimizer, loader = accelerator.prepare(inner, optimizer, loader)
+    assert accelerate.utils.is_compiled_module(model)
+    assert_equal(inner, eager())
+    step(accelerator, model, optimizer, loader)
+    reference = eager()
+    step(accelerator, reference, *parts(reference)[:2])
+    assert_equal(inner, reference)
+    assert accelerator.unwrap_model(model, keep_torch_compile=False) is inner
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_the_example_runs_on_two_ranks(run_script: RunScript) -> None:
-    cpu = {"ACCELERATE_USE_CPU": "true"}
-    two = run_script("examples/accelerate/train.py", ranks=2, environment=cpu)
-    assert "Materialized: ready" in two
-    assert "loss after 8 steps" in two
+def test_a_model_that_its_user_compiled_is_made_inside_its_wrapper() -> None:
+    accelerator = Accelerator(cpu=True, deferred_init=DeferredInitPlugin(seed=0))
+    inner = di.deferred_init(Net)
+    compiled: Any = torch.compile(inner, backend="eager")
+    optimizer, loader, _ = parts(compiled)
+    model, optimizer, loader = accelerator.prepare(compiled, optimizer, loader)
+    assert model is compiled
+    assert_equal(inner, eager())
+    step(accelerator, model, optimizer, loader)
+
+
+def test_each_of_several_models_keeps_its_own_optimizer() -> None:
+    accelerator = Accelerator(cpu=True, deferred_init=DeferredInitPlugin(seed=0))
+    first, second = di.deferred_init(lambda: (Net(), Net()))
+    one, loader, _ = parts(first)
+    other = torch.optim.SGD(second.parameters(), lr=0.5)
+    first, second, one, other, loader = accelerator.prepare(
+        first, second, one, other, loader
+    )
+    step(accelerator, first, one, loader)
+    torch.manual_seed(0)
+    left, right = Net(), Net()
+    step(accelerator, left, *parts(left)[:2])
+    assert_equal(first, left)
+    assert_equal(second, right)  # its optimizer has not stepped
+    step(accelerator, second, other, loader)
+    step(accelerator, right, torch.optim.SGD(right.parameters(), lr=0.5), loader)
+    assert_equal(second, right)
