@@ -16,114 +16,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from deferred_init.representation import Representation
+from deferred_init.handlers.claims import LAST, Claim, Order, Request, Step
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
 __all__ += ["LAST", "Order", "Session", "SessionInitializer", "TreeInitializer"]
 __all__ += ["StagedAllocator", "Workspace"]
 __all__ += ["has_session", "is_staged", "knows_trees"]
-
-
-Order = tuple[int, int]
-LAST: Order = (2**62, 0)
-"""Sorts after everything, whether its place is known or not."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Request:
-    """What the caller asked for, as far as handlers need it.
-
-    Attributes:
-        device: The target, with an index for CUDA.
-        recipe: The resolved `Recipe`, or None.
-        dtype: Overrides the dtype of floating-point tensors, or None.
-        rng: Name of the RNG policy: `"eager"` or `"by_name"`.
-        verify: `"fast"` or `"full"`.
-        seed: The seed, or None to go on with the generators as they are.
-        values_from: `"cpu"` to replay recordings on the CPU whatever the target;
-            None replays them on the target.
-        broadcast_from: The rank that hands its real values to the others, or None.
-        rank_timeout_s: How long ranks wait for each other.
-        draws_unneeded: Whether random numbers are drawn also for values that nobody
-            needs, to stay with eager's stream; not if a checkpoint has every
-            parameter.
-        roots: The models of the call, set while the plan is made; for what is a copy
-            of another module.
-        compute_capability: Of the GPU that is planned for, which need not be here;
-            None asks the device.
-    """
-
-    device: torch.device
-    recipe: Any = None
-    dtype: torch.dtype | None = None
-    rng: str = "eager"
-    verify: str = "fast"
-    seed: int | None = None
-    values_from: str | None = None
-    broadcast_from: int | None = None
-    rank_timeout_s: float = 300.0
-    draws_unneeded: bool = True
-    roots: tuple[ModuleSite, ...] = ()
-    compute_capability: tuple[int, int] | None = None
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Claim:
-    """What an initializer takes upon itself for one module.
-
-    Attributes:
-        slots: Deferred slots that it makes; a subset of the offered ones.
-        rewrites: Deferred slots made by others, usually of descendants, that it
-            writes again, as `nn.Transformer` does at the end of its constructor.
-        source: Where the values come from, for reports: `Linear.reset_parameters`.
-        assumptions: What had to be assumed about the order or the values.
-        problems: Why it cannot be done after all; each becomes part of the one
-            `PlanError`. A claim with problems is never run.
-        scratch_bytes: Extra bytes on the device while it runs.
-        order: Sort key for claims that know their place in construction order
-            (recordings); None keeps the order of the walk, after those.
-        settled: Nobody but initializers registered to come last may write these
-            slots again, or is asked about modules that have no others.
-        stored: Those of the slots that are stored quantized, and how.
-    """
-
-    slots: tuple[Slot, ...] = ()
-    rewrites: tuple[Slot, ...] = ()
-    source: str = ""
-    assumptions: tuple[str, ...] = ()
-    problems: tuple[str, ...] = ()
-    scratch_bytes: int = 0
-    order: Order | None = None
-    settled: bool = False
-    stored: tuple[tuple[Slot, Representation], ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Step:
-    """One claim with its place in the plan.
-
-    Attributes:
-        index: Position in the plan.
-        site: The module and its slots.
-        initializer: Who runs it.
-        claim: What it makes and writes.
-        num_bytes: Bytes of the tensors that it makes, on the device, when final.
-        order: Its place in construction order, where that is known.
-    """
-
-    index: int
-    site: ModuleSite
-    initializer: Initializer
-    claim: Claim
-    num_bytes: int
-    order: Order | None = None
 
 
 class Workspace(Protocol):

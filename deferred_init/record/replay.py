@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.execution import Environment, Executor
-from deferred_init.record.generators import Generators, seeded_state
+from deferred_init.record.generators import Generators
 from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
 from deferred_init.record.nodes import (
@@ -24,6 +24,7 @@ from deferred_init.record.nodes import (
     Value,
 )
 from deferred_init.record.paused import index_of, plain_torch
+from deferred_init.record.rewinds import Rewinds
 from deferred_init.record.scratch import Scratch
 from deferred_init.record.timeline import Timeline
 
@@ -71,8 +72,7 @@ class Replay:
         self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
-        self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
-        self._rewinds: set[int] = set()
+        self._rewinds = Rewinds(recording)
 
     # -- in the recorded order ------------------------------------------------------
 
@@ -156,9 +156,7 @@ class Replay:
             self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
             return self._plan
-        self._rewinds = {
-            node.position for node in self.recording.nodes if isinstance(node, Rewind)
-        }
+        self._rewinds = Rewinds(self.recording)
         starts = self.generators.defaults()
         self._found = self.generators.states()
         if self._before_random is None:
@@ -167,13 +165,13 @@ class Replay:
             for stream in self.recording.streams.values():
                 if stream.generator is not None:
                     self.generators.of(stream).set_state(self.generators.start(stream))
-        if 0 in self._rewinds:
-            self._save(0)
+        self._rewinds.passing(0, self._found)
         return self._plan
 
     def _step(self, node: Node, needs: Needs) -> None:
         """Run one node, draw its numbers only, or skip it."""
         index = node.index
+        assert self._found is not None
         if node.stream is not None and self._before_random is not None:
             if index in self._needed:
                 self._seed(node)
@@ -186,9 +184,8 @@ class Replay:
         elif node.stream is not None:
             self.draw_only(node)
         elif isinstance(node, (Reseed, Rewind)) and self._before_random is None:
-            self._event(node)
-        if index + 1 in self._rewinds:
-            self._save(index + 1)
+            self._rewinds.apply(node, self._found)
+        self._rewinds.passing(index + 1, self._found)
 
     def _seed(self, node: Node) -> None:
         """Ask the caller for the seed of a random node."""
@@ -197,22 +194,6 @@ class Replay:
         seed = self._before_random(node)
         if seed is not None:
             self.generators.of(node.stream).manual_seed(seed)
-
-    def _event(self, node: Reseed | Rewind) -> None:
-        """Apply a reseed or a rewind to the default generators."""
-        assert self._found is not None
-        for generator in self._found:
-            if isinstance(node, Rewind):
-                generator.set_state(self._saved[node.position][generator])
-                continue
-            state = seeded_state(generator, node)
-            if state is not None:
-                generator.set_state(state)
-
-    def _save(self, position: int) -> None:
-        """Keep the states at a place that a later rewind goes back to."""
-        assert self._found is not None
-        self._saved[position] = {g: g.get_state() for g in self._found}
 
     # -- one value alone ------------------------------------------------------------
 
