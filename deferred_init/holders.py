@@ -66,6 +66,7 @@ def check_holders(
                 "by a step on a model without memory. Clear them with "
                 "`optimizer.state.clear()`"
             )
+        problems += _lost_options(optimizer, label)
     return problems
 
 
@@ -73,10 +74,17 @@ def fill_optimizer_state(optimizers: Sequence[Optimizer], on_undo: Undo) -> list
     """Make state that an optimizer created in its constructor, and nothing else.
 
     Among torch's optimizers that is Adagrad's `sum`, filled with its group's
-    `initial_accumulator_value`, and its `step`, 0.
+    `initial_accumulator_value`, and its `step`, 0. Transformer Engine's FusedAdam
+    moves its learning rate to where its parameters are, which loses the value; the
+    optimizer's default has it still.
     """
     made: list[str] = []
     for optimizer in optimizers:
+        for group, name in _deferred_options(optimizer):
+            on_undo(_restorer(group, name, group[name]))
+            value = torch.as_tensor(optimizer.defaults[name], dtype=group[name].dtype)
+            group[name] = value.to(group["params"][0].device, copy=True)
+            made.append(f"{type(optimizer).__name__}'s {name!r}, of its defaults")
         for group in optimizer.param_groups:
             for param in group["params"]:
                 state = optimizer.state.get(param, {})
@@ -211,6 +219,39 @@ def _is_elsewhere(
         for group in optimizer.param_groups
         for index, param in enumerate(group["params"])
     )
+
+
+def _deferred_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], str]]:
+    """Return options of groups, such as `lr`, that are tensors without memory."""
+    return [
+        (group, name)
+        for group in optimizer.param_groups
+        for name, value in group.items()
+        if isinstance(value, Tensor) and is_deferred(value)
+    ]
+
+
+def _lost_options(optimizer: Optimizer, label: str) -> list[str]:
+    """Name options without memory whose value nothing tells any more."""
+    several = len(optimizer.param_groups) > 1
+    lost = [
+        name
+        for _, name in _deferred_options(optimizer)
+        if several or not _has_value(optimizer.defaults.get(name))
+    ]
+    if not lost:
+        return []
+    return [
+        f"{label} has {len(lost)} options without memory ({lost[:10]}), moved to where "
+        "the parameters are by its constructor, and each group may have had a value of "
+        "its own. Set them again, as in `group['lr'] = torch.tensor(1e-3)`"
+    ]
+
+
+def _has_value(value: Any) -> bool:
+    if isinstance(value, Tensor):
+        return not is_deferred(value)
+    return isinstance(value, (int, float))
 
 
 def _is_constructor_state(optimizer: Optimizer, key: str) -> bool:

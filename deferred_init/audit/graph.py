@@ -108,6 +108,11 @@ def look(
         for name, value in vars(optimizer).items():
             if name not in ("param_groups", "state", "defaults"):
                 walk.anything(value, f"optimizers[{index}].{name}", "optimizer")
+        for number, group in enumerate(optimizer.param_groups):
+            for name, value in group.items():
+                if name != "params":
+                    label = f"optimizers[{index}].param_groups[{number}][{name!r}]"
+                    walk.anything(value, label, "optimizer")
         walk.attributes()
     for index, holder in enumerate(holders):
         walk.anything(holder, f"holders[{index}]", "holder")

@@ -34,10 +34,10 @@ def changed_modules(scene: Scene) -> Iterator[Finding]:
                 f"another one, a `{type(module).__name__}`; put it back",
             )
         else:
-            yield from _differences(before)
+            yield from _differences(before, scene)
 
 
-def _differences(before: ModuleBefore) -> Iterator[Finding]:
+def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
     module = before.module
     if type(module) is not before.module_class:
         yield _finding(
@@ -63,7 +63,9 @@ def _differences(before: ModuleBefore) -> Iterator[Finding]:
             f"{'' if was else 'not'}; register it again with the same `persistent=`",
             name,
         )
-    lost = sorted(before.attributes - vars(module).keys())
+    prefix = f"{before.fqn}." if before.fqn else ""
+    gone_names = sorted(before.attributes - vars(module).keys())
+    lost = [name for name in gone_names if not scene.is_rebound(prefix + name)]
     if lost:
         yield _finding(
             before,

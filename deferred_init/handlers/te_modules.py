@@ -37,12 +37,14 @@ from deferred_init.te.grouped import (
 from deferred_init.te.quantization import (
     Choice,
     choose,
+    is_elsewhere,
     is_quantized,
     own_recipe_of_module,
     problems_with,
     set_up_module,
     stored_as,
 )
+from deferred_init.te.rng_trackers import tracker_restorer
 
 __all__ = ["TEModuleInit", "adopt_made"]
 
@@ -94,7 +96,13 @@ class TEModuleInit:
         module: Any = step.site.module
         choice = _choice(step.site, workspace.request)
         claim = step.claim
-        stale = any(_is_state(slot) for slot in claim.slots)
+        restore = tracker_restorer(module)
+        if restore is not None:
+            workspace.on_undo(restore)
+        state = vars(module)["fp8_meta"]
+        stale = any(_is_state(slot) for slot in claim.slots) or is_elsewhere(
+            state, workspace.request.device
+        )
         set_up_module(module, choice, stale=stale)
         if is_grouped(module):
             with choice.grad_mode():

@@ -25,11 +25,13 @@ from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
 from deferred_init.te.quantization import (
     Choice,
     choose,
+    is_elsewhere,
     own_recipe_of_op,
     problems_with,
     set_up_op,
     stored_as,
 )
+from deferred_init.te.rng_trackers import tracker_restorer
 
 __all__ = ["BasicOpInit"]
 
@@ -63,7 +65,10 @@ class BasicOpInit:
         return Claim(
             slots=made,
             source=f"{type(op).__name__}.{method}",
-            problems=problems_with(choice, label, request, weights),
+            problems=(
+                *problems_with(choice, label, request, weights),
+                *_recipe_state_problem(op, choice, label),
+            ),
             # A grouped op makes all experts in one block.
             scratch_bytes=sum(sizes),
             stored=stored_as(choice, late),
@@ -74,7 +79,13 @@ class BasicOpInit:
         op: Any = step.site.module
         device = workspace.request.device
         choice = _choice(step.site, workspace.request)
-        stale = any(_is_state(slot) for slot in step.claim.slots)
+        restore = tracker_restorer(op)
+        if restore is not None:
+            workspace.on_undo(restore)
+        state = vars(op).get("_fp8_metas")
+        stale = any(_is_state(slot) for slot in step.claim.slots) or is_elsewhere(
+            state, device
+        )
         set_up_op(op, choice, stale=stale)
         if isinstance(vars(op).get("device"), torch.device):
             # Bias remembers the current device of the time of its construction.
@@ -168,6 +179,16 @@ def _choice(site: ModuleSite, request: Request) -> Choice:
         )
     own = own_recipe_of_op(op)
     return choose(site.fqn, request, built=bool(flag), own_recipe=own)
+
+
+def _recipe_state_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...]:
+    if not choice.quantized or hasattr(op, "reset_recipe_state"):
+        return ()
+    return (
+        f"{label} stores its weights quantized, but the ops of this Transformer Engine "
+        "release have no `reset_recipe_state`: use a recipe that keeps weights in high "
+        "precision, or name it in `high_precision_modules`",
+    )
 
 
 def _parameters(step: Step) -> list[Slot]:

@@ -6,7 +6,6 @@ which modules hold row-wise weights on purpose.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,7 +20,7 @@ from deferred_init.audit.kinds import register_cache
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.report import Finding
 from deferred_init.te.constructed import is_rowwise_only
-from deferred_init.te.probe import fp8_state_manager
+from deferred_init.te.probe import fp8_state_manager, is_quantized
 
 __all__: list[str] = []
 
@@ -84,7 +83,7 @@ def quantized_weights(scene: Scene) -> Iterator[Finding]:
     """Find quantized weights that training cannot use."""
     for fqn, module, _ in scene.graph.modules:
         for name, param in module._parameters.items():
-            if param is None or not _is_quantized(param):
+            if param is None or not is_quantized(param):
                 continue
             where = _join(fqn, name)
             if module.training and param.requires_grad and not is_rowwise_only(module):
@@ -184,13 +183,6 @@ def _num_different(cached: list[Tensor], actual: list[Tensor]) -> int:
     pairs = zip(cached, actual, strict=False)
     different = sum(one is not other for one, other in pairs)
     return different + abs(len(cached) - len(actual))
-
-
-def _is_quantized(tensor: Tensor) -> bool:
-    base: Any = importlib.import_module(
-        "transformer_engine.pytorch.quantized_tensor"
-    ).QuantizedTensor
-    return isinstance(tensor, base)
 
 
 def _join(fqn: str, name: str) -> str:

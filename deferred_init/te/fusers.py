@@ -55,13 +55,14 @@ class FuserRefresher:
             attributes = vars(module)
             if isinstance(module, TESequential):
                 attributes["_module_groups"] = None
+            prefix = f"{fqn}." if (fqn := names[id(module)]) else ""
             cached = attributes.get("_fp8_workspaces")
             if cached:
                 attributes["_fp8_workspaces"] = {}
-                prefix = f"{fqn}." if (fqn := names[id(module)]) else ""
                 for name in cached:
                     workspace.drop(f"{prefix}_fp8_workspaces[{name!r}]")
-            attributes.pop("_is_fsdp2", None)
+            if attributes.pop("_is_fsdp2", None) is not None:
+                workspace.drop(f"{prefix}_is_fsdp2")
         if count:
             workspace.note(f"refreshed {count} operation fuser(s)")
 

@@ -7,8 +7,8 @@ then initialize on the GPU at once; they default to `device="cuda"`, which wins 
 embeddings and `softmax_offset` always allocate on the GPU; and on a machine without
 one nothing can be built at all. Inside `on_meta` the constructors of TE's classes run
 with `device=torch.device("meta")`, in a mode that sends allocations for an accelerator
-to meta, with a `reset_parameters` that waits, and with answers to "is there a GPU?".
-All of it is undone on leaving.
+to meta, with a `reset_parameters` that waits, and with answers to "is there a GPU?"
+(and see `constructor_calls.py`). All of it is undone on leaving.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from deferred_init.te.constructed import remember_rotary_dim
+from deferred_init.te.constructor_calls import replacements
 
 __all__ = ["on_meta", "te_on_meta"]
 
@@ -84,7 +85,11 @@ def te_on_meta(
         building = _Building(on_module, around)
         for cls in _classes():
             _patch(stack, cls, building)
-        if building.found and not torch.cuda.is_available():
+        has_gpu = torch.cuda.is_available()
+        if building.found:
+            for module, name, function in replacements(has_gpu=has_gpu):
+                _swap(stack, module, name, function)
+        if building.found and not has_gpu:
             _swap(stack, torch.cuda, "is_available", lambda: True)
             _swap(stack, torch.cuda, "current_device", lambda: 0)
         yield

@@ -12,7 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ["Capabilities", "capabilities", "fp8_state_manager", "quantized_init"]
+__all__ = ["Capabilities", "capabilities", "fp8_state_manager"]
+__all__ += ["is_quantized", "quantized_init"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,18 @@ def fp8_state_manager() -> Any:
     except ModuleNotFoundError:
         module = importlib.import_module("transformer_engine.pytorch.fp8")
     return module.FP8GlobalStateManager
+
+
+def is_quantized(tensor: object) -> bool:
+    """Whether a tensor is one of TE's quantized ones.
+
+    By name, as the module that defines their base class has moved (2.9).
+    """
+    return any(
+        base.__name__ in ("QuantizedTensor", "QuantizedTensorStorage")
+        and base.__module__.startswith("transformer_engine")
+        for base in type(tensor).__mro__
+    )
 
 
 def quantized_init(

@@ -14,11 +14,12 @@ from deferred_init.handlers.protocol import Request
 from deferred_init.representation import Representation
 from deferred_init.slots import Slot
 from deferred_init.te.constructed import mark_rowwise_only
-from deferred_init.te.probe import quantized_init
+from deferred_init.te.probe import is_quantized, quantized_init
 from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 
 __all__ = ["Choice", "choose", "is_quantized", "problems_with", "set_up_module"]
 __all__ += [
+    "is_elsewhere",
     "num_gemms",
     "own_recipe_of_module",
     "own_recipe_of_op",
@@ -158,15 +159,6 @@ def _gpu_name(request: Request) -> str:
     return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
 
 
-def is_quantized(tensor: object) -> bool:
-    """Whether a tensor is one of TE's quantized ones."""
-    return any(
-        base.__name__ in ("QuantizedTensor", "QuantizedTensorStorage")
-        and base.__module__.startswith("transformer_engine")
-        for base in type(tensor).__mro__
-    )
-
-
 def own_recipe_of_module(module: nn.Module) -> Any:
     """Return the TE recipe that a TE module was built with, or None."""
     return vars(module).get("fp8_meta", {}).get("recipe")
@@ -179,6 +171,25 @@ def own_recipe_of_op(op: nn.Module) -> Any:
         if meta is not None and meta.get("recipe") is not None:
             return meta["recipe"]
     return None
+
+
+def is_elsewhere(state: Any, device: torch.device) -> bool:
+    """Whether recipe state has memory on another device than the one asked for.
+
+    TE allocates the scales of delayed scaling on the device that is current when a
+    module is constructed, also for a module on meta.
+
+    Args:
+        state: A module's `fp8_meta`, or an op's `_fp8_metas`.
+        device: The device asked for, with its index.
+    """
+    metas = [state, *(state or {}).values()]
+    states = [s for meta in metas if isinstance(meta, dict) for s in meta.values()]
+    scales = (getattr(each, "scale", None) for each in states)
+    return any(
+        isinstance(scale, Tensor) and not scale.is_meta and scale.device != device
+        for scale in scales
+    )
 
 
 def num_gemms(module: Any) -> int:
