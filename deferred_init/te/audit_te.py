@@ -35,12 +35,12 @@ def stale_fusers(scene: Scene) -> Iterator[Finding]:
     for fqn, fuser in scene.graph.caches:
         if not isinstance(fuser, OperationFuser):
             continue
-        cached = [
-            p for params in vars(fuser).get("_basic_op_params", []) for p in params
-        ]
-        flat = list(vars(fuser).get("_flat_basic_op_params", cached))
+        by_op = vars(fuser).get("_basic_op_params")  # releases have one, both, or none
+        flat = vars(fuser).get("_flat_basic_op_params")
+        lists = [] if by_op is None else [[p for params in by_op for p in params]]
+        lists += [] if flat is None else [list(flat)]
         actual = [param for op in fuser._basic_ops for param in op.parameters()]
-        wrong = max(_num_different(cached, actual), _num_different(flat, actual))
+        wrong = max((_num_different(each, actual) for each in lists), default=0)
         if not wrong:
             continue
         remedy = (

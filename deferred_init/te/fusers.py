@@ -53,7 +53,7 @@ class FuserRefresher:
             count += 1
         for module in modules:
             attributes = vars(module)
-            if isinstance(module, TESequential):
+            if isinstance(module, TESequential) and "_module_groups" in attributes:
                 attributes["_module_groups"] = None
             prefix = f"{fqn}." if (fqn := names[id(module)]) else ""
             cached = attributes.get("_fp8_workspaces")
