@@ -214,7 +214,7 @@ def test_a_tracker_goes_back_if_a_later_module_fails(te: Any) -> None:
     tracker = _Tracker(**{"model-parallel-rng": 7})  # and none named "experts"
     before = tracker.states["model-parallel-rng"].clone()
     model = _tracked(te, "meta", tracker)
-    with pytest.raises(di.MaterializeError, match="step 2 of 4.*KeyError"):
+    with pytest.raises(di.MaterializeError, match=r"step 2 of 4.*KeyError"):
         di.materialize(model, "cpu", seed=0)
     assert torch.equal(tracker.states["model-parallel-rng"], before)
     assert all(param.is_meta for param in model.parameters())
