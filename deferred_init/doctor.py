@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from deferred_init.private_names import missing_names
+
 __all__ = ["diagnose", "diagnosis_text"]
 
 _PACKAGES = (
@@ -37,6 +39,7 @@ def diagnose() -> dict[str, Any]:
         "gpus": _gpus(),
         "transformer_engine": _transformer_engine(problems),
     }
+    problems += _missing_names()
     return {"ok": not problems, "problems": problems, **found}
 
 
@@ -100,6 +103,15 @@ def _transformer_engine(problems: list[str]) -> dict[str, Any] | None:
         return {}
     details = importlib.import_module("deferred_init.te.doctor").report()
     return dict(details)
+
+
+def _missing_names() -> list[str]:
+    """Say what the installed releases lack; looks only into what is imported."""
+    return [
+        f"the installed {name.module.partition('.')[0]} has no `{name.path}`, which is "
+        f"used to {name.purpose}; without it: {name.fallback}"
+        for name in missing_names()
+    ]
 
 
 def _cuda_text(cuda: str | None) -> str:

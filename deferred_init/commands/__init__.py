@@ -1,1 +1,6 @@
-"""Commands of the command line that are more than a call of one function."""
+"""The commands of the command line, one a module.
+
+Each has a `DESCRIPTION`, an `EXAMPLE`, `add_options(parser)` and `run(arguments)`; see
+`deferred_init.cli.Command`. What a command needs beyond its options is imported when
+it runs.
+"""

@@ -5,12 +5,19 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-__all__ = ["TARGET", "positive"]
+__all__ = ["RECIPE", "add_target", "positive"]
 
-TARGET: Final = (
-    "package.module:function, called without arguments; or a Hugging Face folder or "
-    "config.json, of which the configuration is read and nothing else"
-)
+RECIPE: Final = "a recipe's name, file, or several with +"
+
+
+def add_target(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says which model is meant."""
+    parser.add_argument(
+        "target",
+        help="package.module:function: the module is imported and the function called "
+        "without arguments, so their code runs with your rights; or a Hugging Face "
+        "folder or config.json, of which the configuration is read and nothing else",
+    )
 
 
 def positive(text: str) -> int:

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, Final
 
+from deferred_init.commands.arguments import RECIPE, add_target
 from deferred_init.seed_checkpoint import FORMATS
 
-__all__ = ["add_options", "run"]
+__all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
+
+DESCRIPTION: Final = (
+    "make the model that a function builds, and save it as a seed checkpoint"
+)
+EXAMPLE: Final = "deferred-init materialize my_project.model:build --out seed --seed 0"
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add what the command takes besides its target."""
+    """Add the target, how it is made, and where it is saved."""
+    add_target(parser)
     parser.add_argument("--out", required=True, help="a folder, new or empty")
     parser.add_argument("--device", default="cpu", help="default: cpu")
-    parser.add_argument("--recipe", help="a recipe's name, file, or several with +")
+    parser.add_argument("--recipe", help=RECIPE)
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
     parser.add_argument(
         "--format",
@@ -25,11 +32,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--report", help="save the report: .html, .json, .txt or .png")
 
 
-def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     """Make the model and save it.
-
-    Returns:
-        What happened, as plain data with `ok`, and in words.
 
     Raises:
         TargetError: The target or the folder cannot be used.
@@ -56,4 +60,4 @@ def run(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     if arguments.report:
         report.save(arguments.report)
     said = f"{report}\nsaved {', '.join(files)} in {folder}"
-    return {**report.to_dict(), "files": list(files)}, said
+    return report.ok, {**report.to_dict(), "files": list(files)}, said

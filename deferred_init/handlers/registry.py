@@ -14,6 +14,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
+from deferred_init.errors import PlanError
 from deferred_init.handlers.protocol import (
     Allocator,
     Claim,
@@ -209,13 +210,25 @@ def add_refresher(refresher: Refresher) -> None:
 
 
 def load_handlers() -> None:
-    """Import the handlers of every ecosystem that is already imported."""
+    """Import the handlers of every ecosystem that is already imported.
+
+    Raises:
+        PlanError: The installed release lacks something that they need. The next call
+            tries again.
+    """
     for package, modules in _ECOSYSTEMS.items():
         if package in _loaded or package not in sys.modules:
             continue
-        _loaded.add(package)
         for module in modules:
-            importlib.import_module(module)
+            try:
+                importlib.import_module(module)
+            except (ImportError, AttributeError) as error:
+                raise PlanError(
+                    f"`{module}`, which serves the models of `{package}`, could not be "
+                    f"imported ({error}); the installed release may not be one that is "
+                    "supported: `deferred-init doctor` says what it lacks"
+                ) from error
+        _loaded.add(package)
 
 
 def initializers_for(module_type: type) -> tuple[Initializer, ...]:

@@ -1,0 +1,292 @@
+"""Private names of torch."""
+
+from __future__ import annotations
+
+from deferred_init.private_names.entry import entries
+
+__all__ = ["TORCH_NAMES"]
+
+_NO_SWAP = "none: identity could not be kept; rebind every holder instead"
+_NO_RECORD = "none for recorded models; models on meta still work"
+_HOOKS = "hooks of tensors would be lost; read them through the public handles"
+_TABLES = "none: the public accessors leave out what is None, tied or not persistent"
+_MODULE_HOOKS = "hooks are not compared, nor carried over by a conversion"
+_DTENSOR = "`DTensor.to_local()`, which enters autograd"
+_FROM_LOCAL = "`DTensor.from_local`, which may communicate"
+_OLD_NORM = "such a module is refused; record it or use `parametrizations`"
+_FSDP2 = "what FSDP2 keeps is not audited"
+_UNPICKLER = "allow the class's new name in `sources/dcp.py`"
+_MRO = "name the public subclasses one by one"
+
+TORCH_NAMES = (
+    *entries(
+        "torch",
+        ("_C._swap_tensor_impl", "swap past views, and undo", _NO_SWAP),
+        (
+            "Tensor._use_count",
+            "find what keeps a tensor from being swapped",
+            "let `torch.utils.swap_tensors` refuse, and rebind",
+        ),
+        (
+            "Tensor._cdata",
+            "tell whether a swap has happened",
+            "keep a flag, at the price of a gap for interrupts",
+        ),
+        (
+            "UntypedStorage._cdata",
+            "tell apart storages on meta, where `data_ptr()` is 0",
+            "compare bases and views only",
+        ),
+        (
+            "UntypedStorage._new_with_weak_ptr",
+            "see whether a storage that was handed out is still alive",
+            "keep every storage that was handed out until the end",
+        ),
+        (
+            "UntypedStorage._checkpoint_offset",
+            "read single tensors of a `torch.save` file",
+            "the file is loaded as a whole",
+        ),
+        (
+            "Tensor._make_subclass",
+            "make Parameters and deferred tensors over given memory",
+            _NO_RECORD,
+        ),
+        ("Tensor._is_view", "order views after bases", "ask `_base`"),
+        ("Tensor._base", "rebuild autograd's view relation", "plain windows"),
+        (
+            "Tensor._version",
+            "notice changes in place",
+            "changes in place after a view was taken are not noticed",
+        ),
+        ("Tensor._backward_hooks", "carry hooks over", _HOOKS),
+        ("Tensor._post_accumulate_grad_hooks", "carry hooks over", _HOOKS),
+        (
+            "nn.Parameter._is_param",
+            "mark a DTensor as a Parameter, as torch does",
+            "wrap it in `nn.Parameter`, which drops the spec",
+        ),
+        (
+            "_C._disabled_torch_function_impl",
+            "keep `torch.nn.init` from going through Python twice",
+            _NO_RECORD,
+        ),
+        ("_C.DisableTorchFunction", "make tensors unrecorded", _NO_RECORD),
+        ("_C.DisableTorchFunctionSubclass", "make tensors unrecorded", _NO_RECORD),
+        ("_C._DisableTorchDispatch", "make tensors unrecorded", _NO_RECORD),
+        (
+            "_C._storage_Use_Count",
+            "see whether scratch memory is still held by a view",
+            "keep scratch until the end of a step, at the price of its memory",
+        ),
+        ("_C.TensorBase", "what a deferred tensor overrides", _NO_RECORD),
+        (
+            "_C._nn._parse_to",
+            "read the arguments of `Tensor.to` as torch does",
+            "parse them by hand",
+        ),
+        (
+            "ops.aten._to_copy",
+            "the cast that a recorded `to` becomes",
+            "`Tensor.to` under a mode",
+        ),
+        (
+            "ops.aten.add.Tensor._schema",
+            "tell which arguments an operation writes",
+            "none: recording and dry runs need it",
+        ),
+        (
+            "_debug_has_internal_overlap",
+            "keep poison away from expanded memory",
+            "compare strides and sizes",
+        ),
+        (
+            "_utils._rebuild_tensor",
+            "let a deep copy of a recorded tensor be recorded",
+            "deep copies in a recorded constructor are refused",
+        ),
+        ("nn.Module._parameters", "every slot of a module", _TABLES),
+        ("nn.Module._buffers", "every slot of a module", _TABLES),
+        ("nn.Module._modules", "every slot of a module", _TABLES),
+        ("nn.Module._non_persistent_buffers_set", "persistence of buffers", _TABLES),
+        ("nn.Module._forward_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        ("nn.Module._forward_hooks_with_kwargs", "carry hooks", _MODULE_HOOKS),
+        ("nn.Module._forward_hooks_always_called", "carry hooks", _MODULE_HOOKS),
+        ("nn.Module._forward_pre_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        ("nn.Module._forward_pre_hooks_with_kwargs", "carry hooks", _MODULE_HOOKS),
+        ("nn.Module._backward_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        ("nn.Module._backward_pre_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        ("nn.Module._state_dict_hooks", "compare hooks", _MODULE_HOOKS),
+        ("nn.Module._state_dict_pre_hooks", "compare hooks", _MODULE_HOOKS),
+        ("nn.Module._load_state_dict_pre_hooks", "compare hooks", _MODULE_HOOKS),
+        ("nn.Module._load_state_dict_post_hooks", "compare hooks", _MODULE_HOOKS),
+        (
+            "nn.Module._load_from_state_dict",
+            "tell a load from other in-place writes",
+            "loading into a model that is being recorded is refused",
+        ),
+        (
+            "nn.RNNBase._flat_weights",
+            "find recurrent weights that went stale",
+            "they are not audited",
+        ),
+        (
+            "nn.RNNBase._flat_weights_names",
+            "know which tensors `reset_parameters` writes",
+            "ask `named_parameters(recurse=False)`",
+        ),
+        (
+            "nn.MultiheadAttention._reset_parameters",
+            "the values of attention",
+            "none: record the constructor instead",
+        ),
+        (
+            "nn.Transformer._reset_parameters",
+            "the values of a Transformer",
+            "none: record the constructor instead",
+        ),
+    ),
+    *entries(
+        "torch.nn.init",
+        (
+            "_no_grad_trunc_normal_",
+            "record `trunc_normal_` as one operation",
+            "record its parts, at the price of memory for each",
+        ),
+    ),
+    *entries("torch.nn.modules.batchnorm", ("_NormBase", "all batch norms", _MRO)),
+    *entries("torch.nn.modules.conv", ("_ConvNd", "all convolutions", _MRO)),
+    *entries(
+        "torch.nn.utils.parametrizations",
+        ("_WeightNorm", "compute a weight norm again", _OLD_NORM),
+        ("_SpectralNorm", "compute a spectral norm again", _OLD_NORM),
+        ("_Orthogonal", "compute an orthogonal weight again", _OLD_NORM),
+    ),
+    *entries(
+        "torch.cuda",
+        (
+            "_lazy_seed_tracker",
+            "undo a seed set before CUDA starts",
+            "leave it: only a constructor that seeds notices",
+        ),
+    ),
+    *entries(
+        "torch.jit._script",
+        (
+            "RecursiveScriptModule",
+            "refuse scripted modules by name",
+            "none: they would be planned like others, and fail later",
+        ),
+    ),
+    *entries(
+        "torch.serialization",
+        ("_get_layout", "read DCP metadata without running code", _UNPICKLER),
+    ),
+    *entries(
+        "torch.utils._device",
+        (
+            "_device_constructors",
+            "the list of functions that make tensors",
+            "a list of our own",
+        ),
+    ),
+    *entries(
+        "torch.utils._pytree",
+        ("tree_leaves", "find tensors in arguments", "`optree`, or a walk of our own"),
+        ("tree_map_only", "replace tensors in arguments", "a walk of our own"),
+    ),
+    *entries(
+        "torch.utils._python_dispatch",
+        (
+            "TorchDispatchMode",
+            "see operations: dry runs, recording, seeds by name",
+            "none; torch documents it, though the module is private",
+        ),
+        (
+            "_disable_current_modes",
+            "leave a dry run for the values that it needs",
+            "compute them before the dry run",
+        ),
+    ),
+    *entries(
+        "torch._subclasses.fake_tensor",
+        (
+            "FakeTensor",
+            "recognize fake tensors as deferred",
+            "they count as unknown subclasses and are refused",
+        ),
+    ),
+    *entries(
+        "torch.distributed.distributed_c10d",
+        (
+            "_get_default_store",
+            "ranks meet at the job's key-value store",
+            "a store of our own, which needs an address",
+        ),
+    ),
+    *entries(
+        "torch.distributed.checkpoint.filesystem",
+        ("_StorageInfo", "read DCP metadata without running code", _UNPICKLER),
+        ("_StoragePrefix", "read DCP metadata without running code", _UNPICKLER),
+    ),
+    *entries(
+        "torch.distributed.tensor",
+        ("DTensor._local_tensor", "a rank's shard", _DTENSOR),
+        ("DTensor._spec", "make a DTensor around a local shard", _FROM_LOCAL),
+    ),
+    *entries(
+        "torch.distributed.tensor._dtensor_spec",
+        ("DTensorSpec", "make a DTensor around a local shard", _FROM_LOCAL),
+        ("TensorMeta", "make a DTensor around a local shard", _FROM_LOCAL),
+    ),
+    *entries(
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+        ("_get_module_fsdp_state", "find what FSDP2 keeps", _FSDP2),
+        ("FSDPState._fsdp_param_group", "find what FSDP2 keeps", _FSDP2),
+        (
+            "FSDPState._fsdp_param_groups",
+            "find what FSDP2 keeps, with several meshes",
+            "`_fsdp_param_group`",
+            "torch 2.12 and later",
+        ),
+    ),
+    *entries(
+        "torch.distributed.fsdp._fully_shard._fsdp_param",
+        ("FSDPParam._module_info", "where a parameter of FSDP2 belongs", _FSDP2),
+        ("FSDPParam._sharded_param_data", "find stale shards", _FSDP2),
+        (
+            "FSDPParam._orig_param_uid",
+            "find ties over two FSDP groups",
+            "such a tie is not found",
+            "torch 2.12 and later",
+        ),
+    ),
+    *entries(
+        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
+        ("FSDPParamGroup._reset_sharded_params", "find stale shards", _FSDP2),
+    ),
+    *entries(
+        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
+        (
+            "ActivationWrapper._checkpoint_wrapped_module",
+            "take the names of wrappers out of those of parameters",
+            "names stay wrapped, and `by_name` draws other values when wrapped",
+        ),
+    ),
+    *entries(
+        "torch._dynamo.eval_frame",
+        (
+            "OptimizedModule._orig_mod",
+            "take the names of wrappers out of those of parameters",
+            "names stay wrapped, and `by_name` draws other values when compiled",
+        ),
+    ),
+    *entries(
+        "torch.distributed.fsdp.fully_sharded_data_parallel",
+        (
+            "FullyShardedDataParallel._fsdp_wrapped_module",
+            "take the names of wrappers out of those of parameters",
+            "names stay wrapped, and `by_name` draws other values under FSDP1",
+        ),
+    ),
+)
