@@ -7,7 +7,8 @@ tensor and two slots, and the inventory keeps both.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 
 from deferred_init.aliases import StorageGroup, is_deferred
 
-__all__ = ["Inventory", "ModuleSite", "Slot", "SlotKind"]
+__all__ = ["Inventory", "ModuleSite", "Slot", "SlotKind", "set_aside"]
 
 
 class SlotKind(enum.Enum):
@@ -152,3 +153,19 @@ class Inventory:
         return tuple(
             slots[0] for slots in self._by_tensor.values() if slots[0].deferred
         )
+
+
+@contextmanager
+def set_aside(slots: Iterable[Slot]) -> Iterator[None]:
+    """Put copies in the places of real tensors, and the tensors back at the end."""
+    originals = [(slot, slot.read()) for slot in slots]
+    for slot, original in originals:
+        twin = original.detach().clone()
+        if isinstance(original, nn.Parameter):
+            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
+        slot.write(twin)
+    try:
+        yield
+    finally:
+        for slot, original in originals:
+            slot.write(original)

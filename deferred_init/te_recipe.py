@@ -41,66 +41,70 @@ class _Known:
     options: dict[str, tuple[Option, ...] | None]
 
 
+def _known(
+    kind: str,
+    least: tuple[int, int],
+    below: tuple[int, int] | None = None,
+    **options: tuple[Option, ...] | None,
+) -> _Known:
+    return _Known(
+        kind=kind,
+        min_compute_capability=least,
+        below_compute_capability=below,
+        options=options,
+    )
+
+
 # Read from `transformer_engine/common/recipe/__init__.py` and the support checks in
 # `transformer_engine/pytorch/quantization.py` of release 2.20.2.
 _KNOWN: Final = MappingProxyType(
     {
-        "DelayedScaling": _Known(
-            kind="delayed",
-            min_compute_capability=(8, 9),
-            options={
-                "margin": None,
-                "fp8_format": _FP8_FORMAT,
-                "amax_history_len": None,
-                "amax_compute_algo": ("max", "most_recent"),
-                "reduce_amax": _BOOL,
-                "fp8_dpa": _BOOL,
-                "fp8_mha": _BOOL,
-            },
+        "DelayedScaling": _known(
+            "delayed",
+            (8, 9),
+            margin=None,
+            fp8_format=_FP8_FORMAT,
+            amax_history_len=None,
+            amax_compute_algo=("max", "most_recent"),
+            reduce_amax=_BOOL,
+            fp8_dpa=_BOOL,
+            fp8_mha=_BOOL,
         ),
-        "Float8CurrentScaling": _Known(
-            kind="current",
-            min_compute_capability=(8, 9),
-            options={
-                "fp8_format": _FP8_FORMAT,
-                "fp8_dpa": _BOOL,
-                "fp8_mha": _BOOL,
-                "backward_override": _BACKWARD,
-            },
+        "Float8CurrentScaling": _known(
+            "current",
+            (8, 9),
+            fp8_format=_FP8_FORMAT,
+            fp8_dpa=_BOOL,
+            fp8_mha=_BOOL,
+            backward_override=_BACKWARD,
         ),
-        "Float8BlockScaling": _Known(
-            kind="block",
-            min_compute_capability=(9, 0),
-            options={
-                "fp8_format": _FP8_FORMAT,
-                "x_block_scaling_dim": _BLOCK_DIM,
-                "w_block_scaling_dim": _BLOCK_DIM,
-                "grad_block_scaling_dim": _BLOCK_DIM,
-                "backward_override": _BACKWARD,
-            },
+        "Float8BlockScaling": _known(
+            "block",
+            (9, 0),
+            fp8_format=_FP8_FORMAT,
+            x_block_scaling_dim=_BLOCK_DIM,
+            w_block_scaling_dim=_BLOCK_DIM,
+            grad_block_scaling_dim=_BLOCK_DIM,
+            backward_override=_BACKWARD,
         ),
-        "MXFP8BlockScaling": _Known(
-            kind="mxfp8",
-            min_compute_capability=(10, 0),
-            below_compute_capability=(12, 0),
-            options={
-                "margin": None,
-                "fp8_format": _FP8_FORMAT,
-                "backward_override": _BACKWARD,
-                "enable_2d_quantization": _BOOL,
-            },
+        "MXFP8BlockScaling": _known(
+            "mxfp8",
+            (10, 0),
+            (12, 0),
+            margin=None,
+            fp8_format=_FP8_FORMAT,
+            backward_override=_BACKWARD,
+            enable_2d_quantization=_BOOL,
         ),
-        "NVFP4BlockScaling": _Known(
-            kind="nvfp4",
-            min_compute_capability=(10, 0),
-            options={
-                "disable_rht": _BOOL,
-                "disable_stochastic_rounding": _BOOL,
-                "disable_2d_quantization": _BOOL,
-                "row_scaled_activation": _BOOL,
-                "nvfp4_4over6": _SCOPE,
-                "backward_override": _BACKWARD,
-            },
+        "NVFP4BlockScaling": _known(
+            "nvfp4",
+            (10, 0),
+            disable_rht=_BOOL,
+            disable_stochastic_rounding=_BOOL,
+            disable_2d_quantization=_BOOL,
+            row_scaled_activation=_BOOL,
+            nvfp4_4over6=_SCOPE,
+            backward_override=_BACKWARD,
         ),
     }
 )

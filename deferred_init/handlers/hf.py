@@ -32,7 +32,7 @@ from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
-from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.slots import ModuleSite, Slot, SlotKind, set_aside
 from deferred_init.twin import tie_again
 from deferred_init.write_probe import ProbeError, probe_writes
 
@@ -109,7 +109,7 @@ class HFInitWeights:
             given = [(slot, slot.read()) for slot in step.claim.slots]
             # In eager construction ties are made after initialization.
             apart = [one for one, other in _ties(site) if one.read() is other.read()]
-            aside = _set_aside([*intent.endangered, *apart])
+            aside = set_aside([*intent.endangered, *apart])
             with aside, _guarded(slot.tensor for slot in intent.real):
                 for one in site.post_order():
                     setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
@@ -239,22 +239,6 @@ def _tie_again(site: ModuleSite, real: set[int], workspace: Workspace) -> None:
             one, other = other, one
         if id(one.tensor) not in real and one.tensor.shape == other.tensor.shape:
             tie_again(one, other, workspace)
-
-
-@contextmanager
-def _set_aside(slots: Iterable[Slot]) -> Iterator[None]:
-    """Put copies in the places of tensors that would be written to."""
-    originals = [(slot, slot.read()) for slot in slots]
-    for slot, original in originals:
-        twin = original.detach().clone()
-        if isinstance(original, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
-        slot.write(twin)
-    try:
-        yield
-    finally:
-        for slot, original in originals:
-            slot.write(original)
 
 
 add_initializer(HFInitWeights(), PreTrainedModel)

@@ -14,7 +14,6 @@ eager construction did not draw.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
-from contextlib import contextmanager
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -23,7 +22,7 @@ from deferred_init.constructor_names import calls_of, init_methods, writes_of
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.reparametrized import is_reparametrized
-from deferred_init.slots import ModuleSite, Slot
+from deferred_init.slots import ModuleSite, Slot, set_aside
 from deferred_init.write_probe import Names, ProbeError, Writes, likeness, probe_writes
 
 __all__ = ["ResetMethods"]
@@ -91,7 +90,7 @@ class ResetMethods:
             return
         calls, _ = _calls(module)
         aside = self._real.get(module, ())
-        with _set_aside(aside), workspace.filling(step):
+        with set_aside(aside), workspace.filling(step):
             _run_all(module, calls)
 
 
@@ -119,22 +118,6 @@ def _in_containers(site: ModuleSite) -> Iterator[Slot]:
         if isinstance(child.module, _PARAMETER_CONTAINERS):
             yield from (slot for slot in child.slots if slot.deferred)
             yield from _in_containers(child)
-
-
-@contextmanager
-def _set_aside(slots: tuple[Slot, ...]) -> Iterator[None]:
-    """Put copies in the places of real tensors of descendants."""
-    originals = [(slot, slot.read()) for slot in slots]
-    for slot, original in originals:
-        twin = original.detach().clone()
-        if isinstance(original, nn.Parameter):
-            twin = nn.Parameter(twin, requires_grad=original.requires_grad)
-        slot.write(twin)
-    try:
-        yield
-    finally:
-        for slot, original in originals:
-            slot.write(original)
 
 
 def _only_hints(module: nn.Module) -> Claim | None:

@@ -87,37 +87,27 @@ class Target:
         sharded = self._accelerator.distributed_type == DistributedType.FSDP
         return "fsdp1" if sharded else "whole"
 
+    def _options(self) -> dict[str, Any]:
+        """Return what the plugin says, as arguments of `plan` and `materialize`."""
+        plugin = self._plugin
+        names = ("seed", "rng", "verify", "weights", "names", "missing")
+        return {
+            "recipe": plugin.resolved_recipe(),
+            "optimizers": self._optimizers,
+            **{name: getattr(plugin, name) for name in names},
+        }
+
     def plan(self) -> None:
         """Raise now what would fail later."""
-        plugin = self._plugin
-        plan(
-            self._models,
-            self._accelerator.device,
-            plugin.resolved_recipe(),
-            optimizers=self._optimizers,
-            seed=plugin.seed,
-            rng=plugin.rng,
-            verify=plugin.verify,
-            weights=plugin.weights,
-            names=plugin.names,
-            missing=plugin.missing,
-        )
+        plan(self._models, self._accelerator.device, **self._options())
 
     def materialize(self, broadcast_from: int | None = None) -> None:
         """Materialize the models where accelerate wants them."""
-        plugin = self._plugin
         report = materialize(
             self._models,
             self._accelerator.device,
-            plugin.resolved_recipe(),
-            optimizers=self._optimizers,
-            seed=plugin.seed,
-            rng=plugin.rng,
-            verify=plugin.verify,
-            weights=plugin.weights,
-            names=plugin.names,
-            missing=plugin.missing,
             broadcast_from=broadcast_from,
+            **self._options(),
         )
         self._accelerator.deferred_init_reports.append(report)
 
