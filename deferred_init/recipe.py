@@ -17,6 +17,8 @@ from .te_recipe import TERecipeSpec, is_te_recipe
 
 __all__ = ["Recipe", "preset_names"]
 
+_MAX_BYTES = 1_000_000
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
@@ -195,11 +197,21 @@ class Recipe:
     @classmethod
     def _from_file(cls, path: Path) -> Recipe:
         try:
-            text = path.read_text(encoding="utf-8")
+            with path.open("rb") as file:
+                content = file.read(_MAX_BYTES + 1)
         except OSError as error:
             raise PlanError(
                 f"the recipe file {path} cannot be read: {error.strerror}"
             ) from error
+        if len(content) > _MAX_BYTES:
+            raise PlanError(
+                f"the recipe file {path} has more than {_MAX_BYTES:,} bytes, which no "
+                "recipe needs"
+            )
+        try:
+            text = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise PlanError(f"the recipe file {path} is not text: {error}") from error
         return cls.from_toml(text, source=str(path))
 
     @classmethod

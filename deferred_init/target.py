@@ -20,6 +20,8 @@ from deferred_init.te.on_meta import te_on_meta
 
 __all__ = ["TargetError", "build_deferred", "built", "load_function", "load_target"]
 
+_MAX_CONFIG_BYTES = 10_000_000
+
 
 class TargetError(ValueError):
     """The target on the command line names nothing that can be used."""
@@ -85,16 +87,20 @@ def _from_config(path: Path) -> Callable[[], nn.Module]:
             f"{str(path)!r} needs transformers, which could not be imported ({error}); "
             'install it with pip install "deferred-init[hf]"'
         ) from error
+    if path.stat().st_size > _MAX_CONFIG_BYTES:
+        raise TargetError(f"{str(path)!r} has more than {_MAX_CONFIG_BYTES:,} bytes")
     try:
-        config = transformers.AutoConfig.from_pretrained(path)
-    except (ValueError, OSError) as error:
+        # Without the word no code beside the file is run, nor is anybody asked.
+        config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    except (ValueError, OSError, TypeError, RecursionError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise TargetError(
             f"{str(path)!r} is no model configuration: {reason}"
         ) from error
     for name in config.architectures or ():
-        found = getattr(transformers, name, None)
-        if found is not None:
+        found = getattr(transformers, str(name), None)
+        # The name is data: it may choose a model, and call nothing else.
+        if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
             return lambda: found(config)
     return lambda: transformers.AutoModel.from_config(config)
 

@@ -11,7 +11,8 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED = re.findall(
     r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?: \(row (\d+)\))?",
     "".join(
-        (ROOT / "docs" / f"{n}.md").read_text() for n in ("reports", "reliability")
+        (ROOT / path).read_text()
+        for path in ("docs/reports.md", "docs/reliability.md", "SECURITY.md")
     ),
 )
 

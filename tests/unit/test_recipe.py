@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deferred_init.dtype_policy import DTYPES, DtypePolicy
@@ -303,6 +303,7 @@ _SIZE = st.none() | st.integers(1, 10**6)
 _DTYPE = st.none() | st.sampled_from(sorted(DTYPES)).map(lambda name: DTYPES[name])
 
 
+@settings(deadline=None)  # the first example imports
 @given(
     recipe=st.builds(
         Recipe,
