@@ -92,6 +92,14 @@ TE_NAMES = (
         ),
     ),
     *entries(
+        "transformer_engine.pytorch.ops.basic.basic_linear",
+        (
+            "BasicLinear._rng_state_tracker_function",
+            "put a tracker of generators back after a failure",
+            "the tracker stays where the failed call left it",
+        ),
+    ),
+    *entries(
         "transformer_engine.pytorch.tensor.float8_tensor",
         ("Float8Tensor._data", "audit quantized weights", _QUANTIZED),
         ("Float8Tensor._transpose", "audit quantized weights", _QUANTIZED),
