@@ -4,18 +4,17 @@
 builds it on the device and lets the plugin convert it; `accelerate` is the script
 without this library: built on the CPU, converted by accelerate, if it can. All cases
 run in one process, after a small one of each kind to warm up. It prints a JSON object
-per case.
+per case. With `--construct` it only constructs the model of the last variant, ahead.
 """
 
+# ruff: noqa: E402 - what is imported first decides which cuDNN there is
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import os
 import sys
-import threading
 import time
 import traceback
 from pathlib import Path
@@ -23,14 +22,32 @@ from typing import Any
 
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the same bits twice
 
-import accelerate
 import torch
+
+te: Any = None
+if "--construct" not in sys.argv:
+    try:
+        # After torch, which brings libraries that it needs, and before torch loads
+        # cuDNN: where there are two of them, both want to be first.
+        import transformer_engine.pytorch as te
+    except (ImportError, OSError) as error:
+        print(f"Transformer Engine cannot be imported: {error}", flush=True)
+
+import accelerate
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import deferred_init as di
+from benchmarks.accelerate_meters import (
+    GPU,
+    Clock,
+    HostPeak,
+    turn,
+    values_of,
+    versions,
+)
 from deferred_init.integrations.accelerate_plugin import (
     Accelerator,
     DeferredInitPlugin,
@@ -42,128 +59,78 @@ SHAPES = {
     "1b": (2048, 8192, 16, 32, 8, 128256),
 }
 BATCH, LENGTH, STEPS = 1, 512, 3
-GPU = torch.cuda.is_available()
 
 
-class HostPeak:
-    """The most memory of this process while the context is open, in bytes."""
-
-    def __enter__(self) -> HostPeak:
-        gc.collect()
-        self.before = self.peak = _resident_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.peak = max(self.peak, _resident_bytes())
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.peak = max(self.peak, _resident_bytes())
-
-    @property
-    def growth(self) -> int:
-        """Return what was added to the memory at the start."""
-        return self.peak - self.before
+def construct(shape: str, tied: bool) -> nn.Module:
+    """Construct a Llama, where the context says."""
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    config = LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=tied,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config)
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+def construct_ahead(file: Path, shape: str, tied: bool) -> None:
+    """Construct on the CPU, and keep the model with the seconds that it took."""
+    torch.manual_seed(0)
+    started = time.perf_counter()
+    model = construct(shape, tied)
+    seconds = time.perf_counter() - started
+    part = file.with_suffix(".part")
+    torch.save({"model": model, "seconds": seconds}, part)
+    part.rename(file)
 
 
-class Clock:
-    """Seconds of each stage, with the work on the device that it asked for."""
-
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
-        self.seconds: dict[str, float] = {}
-
-    def stage(self, name: str) -> None:
-        """End a stage."""
-        if GPU:
-            torch.cuda.synchronize()
-        now = time.perf_counter()
-        self.seconds[name] = now - self._last
-        self._last = now
+def wait_for(file: Path, patience_s: float = 90.0) -> None:
+    """Wait for the model that another process constructs."""
+    started = time.perf_counter()
+    while not file.exists() and time.perf_counter() - started < patience_s:
+        time.sleep(0.1)
 
 
-class Way:
-    """How the script makes its model; what takes long on the CPU is done once."""
+def build(way: str, options: argparse.Namespace, device: Any, clock: Clock) -> Any:
+    """Make the model as the variant does."""
+    tied = not options.untied
+    if way == "deferred":
+        model: Any = di.deferred_init(construct, options.shape, tied)
+    elif way == "accelerate" and options.original is not None:
+        kept = torch.load(options.original, weights_only=False)
+        clock.stage("load")  # in the place of `build`, which another process did
+        clock.seconds["build"] = kept["seconds"]
+        return kept["model"]
+    else:
+        torch.manual_seed(0)
+        with device if way == "eager" else torch.device("cpu"):
+            model = construct(options.shape, tied)
+    clock.stage("build")
+    return model
 
-    def __init__(self, name: str, shape: str, tied: bool) -> None:
-        self.name = name
-        self._shape, self._tied = shape, tied
-        self._original: Any = None
-        self._seconds = 0.0
 
-    def model(self, device: torch.device, clock: Clock) -> Any:
-        """Construct the model, or copy the one that was constructed on the CPU."""
-        if self.name == "deferred":
-            model: Any = di.deferred_init(self._construct)
-            clock.stage("build")
-            return model
-        if self.name == "eager":
-            torch.manual_seed(0)
-            with device:
-                model = self._construct()
-            clock.stage("build")
-            return model
-        model = copy.deepcopy(self._original)
-        clock.stage("copy")
-        clock.seconds["build"] = self._seconds
-        return model
-
-    def construct_ahead(self) -> None:
-        """Construct on the CPU, if that is the way, once for all cases."""
-        if self.name == "accelerate" and self._original is None:
-            torch.manual_seed(0)
-            started = time.perf_counter()
-            self._original = self._construct()
-            self._seconds = time.perf_counter() - started
-
-    def _construct(self) -> nn.Module:
-        hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[self._shape]
-        config = LlamaConfig(
-            hidden_size=hidden,
-            intermediate_size=intermediate,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            vocab_size=vocabulary,
-            tie_word_embeddings=self._tied,
-            use_cache=False,
-        )
-        return LlamaForCausalLM(config)
-
-    def accelerator(self, recipe: str, precision: str | None) -> Any:
-        """Return an accelerator; the launcher has chosen the sharding."""
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        mixed = precision or ("bf16" if recipe == "bf16" else "fp8")
-        if self.name != "accelerate":
-            plugin = DeferredInitPlugin(
-                recipe=None if recipe == "bf16" else recipe, seed=0
-            )
-            return Accelerator(mixed_precision=mixed, deferred_init=plugin)
-        handlers = []
-        if recipe != "bf16":
-            handlers.append(accelerate.utils.TERecipeKwargs())
-        return accelerate.Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
+def accelerator_for(way: str, recipe: str, precision: str | None) -> Any:
+    """Return an accelerator; the launcher has chosen the sharding."""
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+    mixed = precision or ("bf16" if recipe == "bf16" else "fp8")
+    if way != "accelerate":
+        plugin = DeferredInitPlugin(recipe=None if recipe == "bf16" else recipe, seed=0)
+        return Accelerator(mixed_precision=mixed, deferred_init=plugin)
+    handlers = [] if recipe == "bf16" else [accelerate.utils.TERecipeKwargs()]
+    return accelerate.Accelerator(mixed_precision=mixed, kwargs_handlers=handlers)
 
 
 def watch_precision(model: nn.Module) -> list[bool]:
     """Note, at each forward of the first projection, whether it computes in FP8."""
     seen: list[bool] = []
-    library = sys.modules.get("transformer_engine.pytorch")
 
     def look(module: nn.Module, _: Any) -> None:
         converted = type(module).__module__.startswith("transformer_engine")
-        on = library is not None and _fp8_is_on(library)
-        seen.append(converted and on)
+        seen.append(converted and _fp8_is_on())
 
     name = "model.layers.0.self_attn.q_proj"
     modules = dict(model.named_modules())
@@ -172,8 +139,9 @@ def watch_precision(model: nn.Module) -> list[bool]:
     return seen
 
 
-def _fp8_is_on(library: Any) -> bool:
-    return bool(library.quantization.FP8GlobalStateManager.is_fp8_enabled())
+def _fp8_is_on() -> bool:
+    on = te is not None and te.quantization.FP8GlobalStateManager.is_fp8_enabled()
+    return bool(on)
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, clock: Clock) -> list[float]:
@@ -193,74 +161,80 @@ def train(accelerator: Any, model: Any, optimizer: Any, clock: Clock) -> list[fl
     return losses
 
 
-def case(way: Way, recipe: str, precision: str | None) -> dict[str, Any]:
+def case(way: str, recipe: str, options: argparse.Namespace) -> dict[str, Any]:
     """Build, prepare, train; what happened."""
-    way.construct_ahead()
-    accelerator = way.accelerator(recipe, precision)
+    accelerator = accelerator_for(way, recipe, options.precision)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
     clock = Clock()
     with HostPeak() as host:
-        model: Any = way.model(accelerator.device, clock)
+        model: Any = build(way, options, accelerator.device, clock)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
         clock.stage("optimizer")
         model, optimizer = accelerator.prepare(model, optimizer)
         clock.stage("prepare")
+    start = values_of(model)
     fp8 = watch_precision(model)
     ours = {id(parameter): parameter.numel() for parameter in model.parameters()}
     held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    clock.stage("looked at")
     losses = train(accelerator, model, optimizer, clock)
-    accelerator.free_memory()
-    return {
+    result = {
         "parameters": sum(ours.values()),
         "tensors": len(ours),
         "trained": sum(parameter in held for parameter in ours),
         "fp8": fp8,
         "losses": losses,
-        "bits": [loss.hex() for loss in losses],
+        "bits": [start, *(loss.hex() for loss in losses), values_of(model)],
         "seconds": clock.seconds,
         "host_growth_bytes": host.growth,
         "device_peak_bytes": torch.cuda.max_memory_allocated() if GPU else 0,
     }
+    accelerator.free_memory()
+    return result
 
 
-def attempt(way: Way, recipe: str, precision: str | None) -> dict[str, Any]:
+def attempt(way: str, recipe: str, options: argparse.Namespace) -> dict[str, Any]:
     """Run a case; its failure is a result too."""
     try:
-        result = case(way, recipe, precision)
+        result = case(way, recipe, options)
     except Exception as error:  # noqa: BLE001 - whatever a library raises is the result
         text = traceback.format_exc()
         result = {"error": f"{type(error).__name__}: {error}", "traceback": text}
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
-    return result
+    return {"way": way, "recipe": recipe, "tied": not options.untied} | result
 
 
 def main() -> None:
     """Warm up, then run the cases."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--way", nargs="+")
-    parser.add_argument("--recipe", nargs="+")
-    parser.add_argument("--shape", choices=list(SHAPES))
+    parser.add_argument("--case", nargs="+", default=[], help="WAY:RECIPE")
+    parser.add_argument("--shape", choices=list(SHAPES), default="tiny")
     parser.add_argument("--untied", action="store_true")
     parser.add_argument("--precision")
-    arguments = parser.parse_args()
-    if any(recipe != "bf16" for recipe in arguments.recipe):
-        # Before torch loads cuDNN: where there are two of them, both want to be first.
-        import transformer_engine.pytorch  # noqa: F401
+    parser.add_argument("--lock", type=Path, help="measure while holding this file")
+    parser.add_argument("--original", type=Path, help="what `--construct` writes")
+    parser.add_argument("--construct", type=Path)
+    options = parser.parse_args()
+    if options.construct is not None:
+        construct_ahead(options.construct, options.shape, not options.untied)
+        return
     torch.use_deterministic_algorithms(True, warn_only=True)
-    shapes = ["tiny"] if arguments.shape == "tiny" else ["tiny", arguments.shape]
-    for shape in shapes:
-        for name in arguments.way:
-            way = Way(name, shape, not arguments.untied)
-            for recipe in arguments.recipe:
-                if name == "accelerate" and recipe not in ("bf16", "fp8_delayed"):
-                    continue  # of Hopper's recipes it knows one
-                result = attempt(way, recipe, arguments.precision)
-                row = {"way": name, "recipe": recipe, "tied": not arguments.untied}
-                if shape == arguments.shape:
-                    print(json.dumps(row | result), flush=True)
+    cases = [name.split(":") for name in options.case]
+    small = argparse.Namespace(**{**vars(options), "shape": "tiny", "original": None})
+    if options.shape != "tiny":
+        for way, recipe in cases:
+            with turn(options.lock):
+                attempt(way, recipe, small)
+    found = versions()
+    for way, recipe in cases:
+        if way == "accelerate" and options.original is not None:
+            wait_for(options.original)
+        with turn(options.lock):
+            row = attempt(way, recipe, options)
+        print(json.dumps(row | {"versions": found}), flush=True)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

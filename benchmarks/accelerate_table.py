@@ -1,24 +1,28 @@
 """A Hugging Face Llama through `accelerate launch`: with the plugin, and without.
 
-    python benchmarks/accelerate_table.py --sharding one --json one.json
-    python benchmarks/accelerate_table.py --sharding fsdp2 --json fsdp2.json
-    python benchmarks/accelerate_table.py --merge one.json fsdp2.json --json table.json
-    python benchmarks/accelerate_table.py --config examples/accelerate/cpu.yaml \
-        --shape tiny --recipe bf16 --precision no
+    python benchmarks/accelerate_table.py --json table.json
+    python benchmarks/accelerate_table.py --sharding one --shape tiny \
+        --config examples/accelerate/cpu.yaml --recipe bf16 --precision no
 
-A row is one way to make the model, in one recipe, on one device or under FSDP2 with one
-rank; see `accelerate_script.py`. Seconds are those of a process in which a small model
-was trained the same way before; host memory is what `build` and `prepare` add at most.
-The losses of `deferred` and `eager` have to be the same bits; the exit code says so.
+A row is one way to make the model, in one recipe, on one device or under FSDP2 with
+one rank; see `accelerate_script.py`. Each sharding is one process, and they take turns;
+what accelerate constructs on the CPU is constructed once, meanwhile, by another one.
+Seconds are those of a process in which a small model was trained the same way before;
+host memory is what `build` and `prepare` add at most. Initial values, losses and
+trained values of `deferred` and `eager` have to be the same bits; the exit code says
+so. A case that fails, or that is not reached in time, is a row that says so.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+import tempfile
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -30,52 +34,119 @@ CONFIGS = {
 }
 WAYS = ("deferred", "eager", "accelerate")
 RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")
+OF_ACCELERATE = ("bf16", "fp8_delayed")  # of Hopper's recipes it knows one
 Row = dict[str, Any]
 
 
-def launch(sharding: str, arguments: argparse.Namespace) -> Iterator[Row]:
-    """Run the script once; yield its rows as they come."""
-    config = arguments.config or CONFIGS[sharding]
-    command = [sys.executable, "-m", "accelerate.commands.launch"]
-    command += ["--config_file", str(config), "--num_processes", "1", str(SCRIPT)]
-    command += ["--shape", arguments.shape, "--recipe", *arguments.recipe]
-    command += ["--way", *arguments.way]
-    command += ["--untied"] if arguments.untied else []
-    command += ["--precision", arguments.precision] if arguments.precision else []
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("{"):
-                yield {"sharding": sharding, **json.loads(line)}
+class Launch:
+    """One process of `accelerate launch`; its rows as they come."""
+
+    def __init__(
+        self, sharding: str, options: argparse.Namespace, folder: Path, rows: list[Row]
+    ) -> None:
+        self._sharding, self._options, self._rows = sharding, options, rows
+        self._missing = [
+            (way, recipe)
+            for way in options.way
+            for recipe in options.recipe
+            if way != "accelerate" or recipe in OF_ACCELERATE
+        ]
+        self._process = subprocess.Popen(
+            self._command(folder),
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            start_new_session=True,
+        )
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _command(self, folder: Path) -> list[str]:
+        options = self._options
+        config = options.config or CONFIGS[self._sharding]
+        command = [sys.executable, "-m", "accelerate.commands.launch"]
+        command += ["--config_file", str(config), "--num_processes", "1", str(SCRIPT)]
+        command += ["--shape", options.shape, "--lock", str(folder / "lock")]
+        command += ["--case", *(":".join(case) for case in self._missing)]
+        command += ["--untied"] if options.untied else []
+        command += ["--precision", options.precision] if options.precision else []
+        if constructs_ahead(options):
+            command += ["--original", str(folder / "original.pt")]
+        return command
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            if line.startswith('{"way"'):
+                row = {"sharding": self._sharding, **json.loads(line)}
+                self._missing.remove((row["way"], row["recipe"]))
+                self._add(row)
             else:
                 print(line, end="", flush=True)
-    if process.returncode:
-        raise SystemExit(f"{' '.join(command)} ended with {process.returncode}")
+
+    def _add(self, row: Row) -> None:
+        self._rows.append(row)
+        print(json.dumps(row), flush=True)
+        if self._options.json:  # what was measured stays if the time runs out
+            self._options.json.write_text(json.dumps(self._rows, indent=1) + "\n")
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait for the end, or make one; what was not measured becomes rows too."""
+        self._thread.join(timeout_s)
+        end = f"not reached within {self._options.limit_s:g} s"
+        if self._thread.is_alive():
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._thread.join()
+        else:
+            end = f"its process ended before, with status {self._process.wait()}"
+        self._process.wait()
+        for way, recipe in self._missing:
+            tied = not self._options.untied
+            row = {"sharding": self._sharding, "way": way, "recipe": recipe}
+            self._add({**row, "tied": tied, "error": end})
+
+
+def constructs_ahead(options: argparse.Namespace) -> bool:
+    """Whether a process of its own constructs on the CPU, which takes long."""
+    return "accelerate" in options.way and options.shape != "tiny"
+
+
+def measure(options: argparse.Namespace) -> list[Row]:
+    """Start a process per sharding; all rows."""
+    rows: list[Row] = []
+    started = _now()
+    memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
+    with tempfile.TemporaryDirectory(dir=memory) as name:
+        folder = Path(name)
+        ahead = None
+        if constructs_ahead(options):
+            command = [sys.executable, str(SCRIPT), "--shape", options.shape]
+            command += ["--construct", str(folder / "original.pt")]
+            command += ["--untied"] if options.untied else []
+            ahead = subprocess.Popen(command, cwd=ROOT)
+        launches = [Launch(name, options, folder, rows) for name in options.sharding]
+        for launch in launches:
+            launch.wait(max(0.0, options.limit_s - (_now() - started)))
+        if ahead is not None:
+            ahead.kill()
+            ahead.wait()
+    return rows
+
+
+def _now() -> float:
+    return os.times().elapsed
 
 
 def table(rows: list[Row]) -> str:
     """Put the rows under each other, those of one case together."""
-    heads = (
-        "recipe",
-        "sharding",
-        "way",
-        "losses",
-        "fp8",
-        "trained",
-        "build",
-        "prepare",
-    )
-    lines = [
-        "| " + " | ".join((*heads, "to step 1", "host growth", "device peak")) + " |",
-        "|---" * (len(heads) + 3) + "|",
-    ]
+    heads = ["recipe", "sharding", "way", "losses", "fp8", "trained", "build"]
+    heads += ["prepare", "to step 1", "host growth", "device peak"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for row in sorted(rows, key=_place):
         cells = [row["recipe"], row["sharding"] + ("" if row["tied"] else ", untied")]
         cells.append(row["way"])
         if "error" in row:
-            cells += [row["error"][:160]] + [""] * (len(heads) - 1)
+            cells += [row["error"][:160]] + [""] * (len(heads) - 4)
         else:
             cells += _measured(row)
         lines.append("| " + " | ".join(cells) + " |")
@@ -103,7 +174,7 @@ def _place(row: Row) -> tuple[int, str, bool, int]:
 
 
 def differences(rows: list[Row]) -> list[str]:
-    """Compare the bits of the losses; say what failed in our own ways."""
+    """Compare the bits of values and losses; say what failed in our own ways."""
     problems = [
         f"{row['recipe']}, {row['sharding']}, {row['way']}: {row['error']}"
         for row in rows
@@ -116,40 +187,30 @@ def differences(rows: list[Row]) -> list[str]:
             bits.setdefault(case, {})[row["way"]] = row["bits"]
     for case, found in bits.items():
         if len(found) == 2 and found["deferred"] != found["eager"]:
-            problems.append(f"{case}: deferred and eager have other losses")
+            problems.append(f"{case}: deferred and eager differ: {found}")
     return problems
 
 
 def main() -> int:
-    """Measure or merge; print the table; 1 if something of ours is wrong."""
+    """Measure; print the table; 1 if something of ours is wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--way", nargs="+", choices=WAYS, default=list(WAYS))
     parser.add_argument("--recipe", nargs="+", choices=RECIPES, default=list(RECIPES))
-    parser.add_argument("--sharding", default="one", choices=CONFIGS)
+    parser.add_argument("--sharding", nargs="+", choices=CONFIGS, default=list(CONFIGS))
     parser.add_argument("--shape", default="1b", choices=("tiny", "1b"))
     parser.add_argument("--untied", action="store_true", help="a head of its own")
     parser.add_argument("--config", type=Path, help="another configuration file")
     parser.add_argument("--precision", help="instead of bf16 or fp8")
-    parser.add_argument("--merge", nargs="+", type=Path, help="rows measured before")
+    parser.add_argument("--limit-s", type=float, default=600.0)
     parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    if arguments.merge:
-        rows = [row for path in arguments.merge for row in json.loads(path.read_text())]
-    else:
-        rows = []
-        for row in launch(arguments.sharding, arguments):
-            rows.append(row)
-            print(json.dumps(row), flush=True)
-            if arguments.json:  # what was measured stays if the time runs out
-                arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+    options = parser.parse_args()
+    rows = measure(options)
     print(table(rows))
     for row in rows:
-        if "error" in row:
+        if "traceback" in row:
             print(f"\n{row['way']}, {row['recipe']}:\n{row['traceback'][-2500:]}")
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     problems = differences(rows)
-    print("\n".join(problems) or "deferred and eager: the same losses, bit for bit")
+    print("\n".join(problems) or "deferred and eager: the same bits")
     return 1 if problems else 0
 
 
