@@ -31,6 +31,8 @@ _ALLOWED = {
     "pathlib": {"Path", "PosixPath", "PurePosixPath", "WindowsPath"},
     "collections": {"OrderedDict", "defaultdict"},
 }
+# Python 3.13 alone calls the home of its paths otherwise; files of either are read.
+_MOVED = {"pathlib._local": "pathlib"}
 
 
 class DcpFolder:
@@ -75,6 +77,7 @@ class _MetadataUnpickler(pickle.Unpickler):
     """Unpickles what DCP's metadata is made of, and nothing that could run code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        module = _MOVED.get(module, module)
         if module not in _ALLOWED or "." in name:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         names = _ALLOWED[module]

@@ -123,3 +123,42 @@ def test_the_tests_run_in_an_environment_that_is_there(
     assert outcome.reason.startswith("FAILED, see ")
     assert outcome.python == ".".join(map(str, sys.version_info[:3]))
     assert "torch" in outcome.versions
+
+
+def _te_sources(folder: Path, attribute: str) -> Path:
+    ops = folder / "transformer_engine" / "pytorch" / "ops"
+    ops.mkdir(parents=True)
+    (ops / "op.py").write_text(
+        f"class BasicOperation:\n  def __init__(self):\n    self.{attribute} = 1\n"
+    )
+    return folder
+
+
+def test_a_private_name_that_a_release_of_te_lacks_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    script = _script("te_releases", monkeypatch)
+    names = [n for n in script.te_names() if n.name == "BasicOperation._quantizers"]
+    assert len(names) == 1
+    good = _te_sources(tmp_path / "good", "_quantizers")
+    bad = _te_sources(tmp_path / "bad", "quantizers")
+    said = "1 of 1 names, 0 may be absent, 0 are missing"
+    assert script.checked(good, names) == (said, [])
+    said = "0 of 1 names, 0 may be absent, 1 are missing"
+    assert script.checked(bad, names) == (said, [names[0].path])
+    assert script.checked(tmp_path, names) == (said, [names[0].path])
+    monkeypatch.setattr(script, "unpacked", lambda version, folder: bad)
+    monkeypatch.setattr(script, "te_names", lambda: names)
+    monkeypatch.setattr(sys, "argv", ["te_releases.py", "0.1"])
+    assert script.main() == 1
+
+
+def test_te_releases_that_are_checked_begin_with_the_oldest_that_we_name(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oldest = re.search(r"transformer-engine\[[^]]*\]>=([\d.]+)", PYPROJECT)
+    assert oldest is not None
+    script = _script("te_releases", monkeypatch)
+    assert script.VERSIONS[0].startswith(oldest[1])
+    run = (ROOT / ".ci" / "run").read_text()
+    assert f"te_version={script.VERSIONS[-1]}\n" in run

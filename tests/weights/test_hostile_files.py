@@ -300,6 +300,23 @@ def test_code_in_the_metadata_of_a_dcp_folder_never_runs(tmp_path: Path) -> None
             open_source(folder)
 
 
+@pytest.mark.parametrize("home", ["pathlib", "pathlib._local"])
+def test_a_dcp_folder_that_any_release_of_python_wrote_is_read(
+    home: str, tmp_path: Path
+) -> None:
+    """Python 3.13 pickles paths as `pathlib._local.PosixPath`, the others do not."""
+    folder = save_dcp(tmp_path / "dcp")
+    path = folder / ".metadata"
+    metadata = pickle.loads(path.read_bytes())
+    metadata.storage_meta.checkpoint_id = folder
+    # Protocol 2 spells names out, with no lengths that would have to agree.
+    written = pickle.dumps(metadata, protocol=2)
+    ours = f"c{type(folder).__module__}\nPosixPath\n".encode()
+    assert ours in written
+    path.write_bytes(written.replace(ours, f"c{home}\nPosixPath\n".encode()))
+    assert sorted(open_source(folder).tensors) == ["a", "b"]
+
+
 def test_a_dcp_folder_with_missing_or_cut_files_is_refused(tmp_path: Path) -> None:
     folder = save_dcp(tmp_path / "dcp")
     (data,) = folder.glob("*.distcp")
