@@ -1,11 +1,12 @@
-"""What tests of all folders share: scripts that run in processes of their own."""
+"""What tests of all folders share: scripts in processes of their own, Ctrl-C."""
 
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -49,3 +50,11 @@ def run_script() -> Callable[..., str]:
     `status` is the exit status that has to come.
     """
     return _run
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Let SIGINT raise KeyboardInterrupt; a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

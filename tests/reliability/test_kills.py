@@ -51,6 +51,7 @@ def signal_after_step(number: int, what: int) -> Any:
     return step_then_signal
 
 
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("make", [on_meta, recorded])
 def test_ctrl_c_at_any_step_boundary_puts_everything_back(
     make: Any, monkeypatch: pytest.MonkeyPatch

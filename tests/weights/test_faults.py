@@ -217,6 +217,7 @@ def test_a_file_that_shrinks_while_it_is_read_is_an_error(
     assert state_of(model) == before
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_stops_the_threads_and_undoes_everything(
     small_steps: None,
 ) -> None:
