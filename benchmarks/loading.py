@@ -215,7 +215,7 @@ def measure(
 
 def _set_options(readers: int | None, buffer_mib: int) -> None:
     from deferred_init.handlers import checkpoint
-    from deferred_init.loading.engine import EngineOptions
+    from deferred_init.loading.engine_options import EngineOptions
 
     options = EngineOptions(num_readers=readers, buffer_bytes=buffer_mib << 20)
     checkpoint.EngineOptions = lambda: options  # type: ignore[assignment, misc]

@@ -29,7 +29,7 @@ from deferred_init.handlers.protocol import (
     Workspace,
 )
 from deferred_init.handlers.registry import initializers_for
-from deferred_init.loading.engine import EngineOptions
+from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.loading.matching import Load, Matches, WeightsRequest, match_weights
 from deferred_init.loading.rest import rest_is_random
 from deferred_init.loading.session import STEPS_AT_ONCE, LoadingSession

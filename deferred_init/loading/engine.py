@@ -1,54 +1,43 @@
-"""The engine: reader threads that take chunks from a queue and land them.
+"""The engine: reader threads that take chunks from a queue, and what lands them.
 
 [Note: How bytes reach a GPU]
-A thread owns a few pinned buffers and a stream. It reads a chunk into a buffer while
-the copies from its other buffers are still under way, then issues the copies of this
-one: straight into the parameter where nothing is to be cast, else by way of a staging
-buffer on the GPU, so that a cast costs no time on the host and no pageable copy. A
-buffer is written again only when the event behind its copies has passed. Memory is
-bounded by threads x buffers x their size, on either side, whatever is loaded.
+Readers do nothing but read: a chunk each, into a buffer of a ring of pinned memory,
+without the interpreter's lock. One more thread issues all copies on one stream:
+straight into the parameter where nothing is to be cast, else by way of a staging buffer
+on the GPU, so that a cast costs no time on the host and no pageable copy. A buffer is
+written again only when the event behind its copies has passed. Memory is bounded by the
+ring and one staging buffer, whatever is loaded.
+
+Why not each reader its own copies: calls into torch give up the interpreter's lock and
+take it back several times each, and sixteen threads that do so wait for each other
+more than for the file.
 """
 
 from __future__ import annotations
 
-import os
 import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeVar
 
 import torch
 
 from deferred_init.errors import listing
 from deferred_init.loading.asked import Asked
-from deferred_init.loading.landers import CpuLander, CudaLander, Lander
+from deferred_init.loading.engine_options import EngineOptions
+from deferred_init.loading.landers import CpuLander, CudaLander
 from deferred_init.loading.read_plan import Chunk
+from deferred_init.loading.ring import Ring, Slot
+from deferred_init.loading.timeline import Timeline
 
-__all__ = ["Batch", "Engine", "EngineOptions"]
+__all__ = ["Batch", "Engine"]
+
+Work = TypeVar("Work")
 
 _WAKE_S = 0.2
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineOptions:
-    """How much is used for speed.
-
-    Attributes:
-        num_readers: Threads; None takes up to 8, and not more than there are cores.
-        buffer_bytes: Size of one buffer, and of the largest read.
-        num_buffers: Buffers per thread, on a GPU target.
-        asked_bytes: What a source that has no byte offsets is asked for at once.
-    """
-
-    num_readers: int | None = None
-    buffer_bytes: int = 1 << 24
-    num_buffers: int = 2
-    asked_bytes: int = 1 << 28
-
-    def readers(self) -> int:
-        """Return the number of threads."""
-        return self.num_readers or max(1, min(8, os.cpu_count() or 1))
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -76,6 +65,9 @@ class Engine:
     Args:
         device: Where everything goes.
         options: Threads and buffers.
+
+    Attributes:
+        timeline: When what happened.
     """
 
     def __init__(self, device: torch.device, options: EngineOptions) -> None:
@@ -83,29 +75,38 @@ class Engine:
         self._options = options
         self._queue: queue.SimpleQueue[tuple[Batch, Chunk] | None] = queue.SimpleQueue()
         self._asked: queue.SimpleQueue[tuple[Batch, Asked] | None] = queue.SimpleQueue()
+        self._arrived: queue.SimpleQueue[tuple[Batch, Chunk, Slot] | None]
+        self._arrived = queue.SimpleQueue()
+        self._ring = Ring(options) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._failure: BaseException | None = None
         self._stopping = False
         self._threads: list[threading.Thread] = []
+        self._issuers: list[threading.Thread] = []
         self._num_readers = 0
         self._asking = False
+        self.timeline = Timeline()
 
     def submit(self, batch: Batch) -> None:
         """Begin with a batch, once those submitted before are under way."""
         batch.left = len(batch.chunks) + len(batch.asked)
         if self._device.type == "cuda":
             batch.ready = torch.cuda.current_stream(self._device).record_event()
-        wanted = min(self._options.readers(), len(batch.chunks))
-        while self._num_readers < wanted:
-            self._num_readers += 1
-            self._start(self._read_chunks)
-        if batch.asked and not self._asking:
-            self._asking = True
-            self._start(self._read_asked)
+        if self._ring is not None:
+            self._ring.expect(batch.chunks)
         for chunk in batch.chunks:
             self._queue.put((batch, chunk))
         for item in batch.asked:
             self._asked.put((batch, item))
+        if batch.chunks and self._ring is not None and not self._issuers:
+            _start(self._issue_copies, self._issuers)
+        read = self._read_to_places if self._ring is None else self._read_to_ring
+        while self._num_readers < min(self._options.readers(), len(batch.chunks)):
+            self._num_readers += 1
+            _start(partial(self._guarded, read), self._threads)
+        if batch.asked and not self._asking:
+            self._asking = True
+            _start(partial(self._guarded, self._read_asked), self._threads)
 
     def wait(self, batch: Batch) -> None:
         """Wait until a batch has landed, or is ordered before the current stream.
@@ -124,12 +125,14 @@ class Engine:
     def close(self) -> None:
         """Stop the threads, dropping what they have not begun."""
         self._stopping = True
-        for _ in self._threads:
-            self._queue.put(None)
-            self._asked.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads.clear()
+        self._queue.put(None)
+        self._asked.put(None)
+        if self._ring is not None:
+            self._ring.close()
+        _join(self._threads)
+        self._arrived.put(None)  # after the readers, whose buffers it gives back
+        _join(self._issuers)
+        self.timeline.closed()
 
     def check(self) -> None:
         """Raise what went wrong after the last wait.
@@ -140,34 +143,62 @@ class Engine:
         if self._failure is not None:
             raise self._failure
 
-    def _start(self, work: Callable[[], None]) -> None:
-        name = f"deferred_init {work.__name__} {len(self._threads)}"
-        thread = threading.Thread(target=work, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _read_chunks(self) -> None:
-        """Land chunks until told to stop; what one thread does."""
-        lander: Lander | None = None
+    def _guarded(self, work: Callable[[], None]) -> None:
+        """Hand what goes wrong in a thread to the one that waits."""
         try:
-            lander = self._lander()
-            while (work := self._queue.get()) is not None and not self._stopping:
-                batch, chunk = work
-                try:
-                    event = lander.land(chunk, batch.ready)
-                except Exception as error:
-                    keys = listing([each.key for each in chunk.landings])
-                    raise OSError(
-                        f"reading {keys} from {chunk.file.name} failed: {error}"
-                    ) from error
-                self._done(batch, event)
-        except BaseException as error:  # noqa: BLE001 - handed to the one that waits
+            work()
+        except BaseException as error:  # noqa: BLE001 - raised by `check`
             self._fail(error)
-        finally:
-            self._finish(lander)
 
-    def _finish(self, lander: Lander | None) -> None:
-        """Let nothing be under way when a thread ends: memory may be freed then."""
+    def _read_to_places(self) -> None:
+        """Read chunks to where they belong, in memory of the host."""
+        lander = CpuLander(self._options.buffer_bytes)
+        for batch, chunk in self._work(self._queue):
+            with _naming(chunk):
+                self.timeline.read_begins()
+                lander.land(chunk)
+            self.timeline.read_ended(chunk.num_bytes)
+            self._done(batch, None)
+
+    def _read_to_ring(self) -> None:
+        """Read chunks into buffers, and hand them to the thread that copies."""
+        assert self._ring is not None
+        torch.cuda.set_device(self._device)  # of this thread; buffers are made in it
+        for batch, chunk in self._work(self._queue):
+            with _naming(chunk):
+                slot = self._ring.take(chunk.num_bytes)
+                try:
+                    self.timeline.read_begins()
+                    slot.read(chunk)
+                except BaseException:
+                    self._ring.give_back(slot)
+                    raise
+            self.timeline.read_ended(chunk.num_bytes)
+            self._arrived.put((batch, chunk, slot))
+
+    def _work(self, waiting: queue.SimpleQueue[Work | None]) -> Iterator[Work]:
+        """Yield what waits in a queue, until all threads are told to stop."""
+        while (work := waiting.get()) is not None and not self._stopping:
+            yield work
+        waiting.put(None)  # for the next thread
+
+    def _issue_copies(self) -> None:
+        """Bring to its place what was read; gives every buffer back, whatever fails."""
+        assert self._ring is not None
+        lander: CudaLander | None = None
+        while (work := self._arrived.get()) is not None:
+            batch, chunk, slot = work
+            try:
+                if lander is None:
+                    lander = CudaLander(self._device, self._options.buffer_bytes)
+                if not self._stopping:
+                    with _naming(chunk):
+                        event = lander.land(chunk, slot, batch.ready)
+                    self._done(batch, event)
+            except BaseException as error:  # noqa: BLE001 - handed on
+                self._fail(error)
+            finally:
+                self._ring.give_back(slot)
         try:
             if lander is not None:
                 lander.finish()
@@ -175,23 +206,19 @@ class Engine:
             self._fail(error)
 
     def _read_asked(self) -> None:
-        """Ask sources until told to stop; what one thread does."""
-        try:
-            with _on_stream(self._device) as stream:
-                while (work := self._asked.get()) is not None and not self._stopping:
-                    batch, item = work
-                    try:
-                        if stream is not None and batch.ready is not None:
-                            stream.wait_event(batch.ready)
-                        item.land()
-                    except Exception as error:
-                        raise OSError(
-                            f"reading `{item.key}` from {item.source.name} failed: "
-                            f"{type(error).__name__}: {error}"
-                        ) from error
-                    self._done(batch, None if stream is None else stream.record_event())
-        except BaseException as error:  # noqa: BLE001 - handed to the one that waits
-            self._fail(error)
+        """Ask sources, in order."""
+        with _on_stream(self._device) as stream:
+            for batch, item in self._work(self._asked):
+                try:
+                    if stream is not None and batch.ready is not None:
+                        stream.wait_event(batch.ready)
+                    item.land()
+                except Exception as error:
+                    raise OSError(
+                        f"reading `{item.key}` from {item.source.name} failed: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
+                self._done(batch, None if stream is None else stream.record_event())
 
     def _done(self, batch: Batch, event: torch.cuda.Event | None) -> None:
         with self._changed:
@@ -207,12 +234,32 @@ class Engine:
             self._stopping = True
             self._changed.notify_all()
 
-    def _lander(self) -> Lander:
-        if self._device.type == "cuda":
-            return CudaLander(
-                self._device, self._options.buffer_bytes, self._options.num_buffers
-            )
-        return CpuLander(self._options.buffer_bytes)
+
+def _start(work: Callable[[], None], threads: list[threading.Thread]) -> None:
+    """Start a thread that is known before it runs, whenever an interrupt comes."""
+    name = f"deferred_init loading {len(threads)}"
+    thread = threading.Thread(target=work, name=name, daemon=True)
+    threads.append(thread)
+    thread.start()
+
+
+def _join(threads: list[threading.Thread]) -> None:
+    while threads:
+        if threads[-1].ident is not None:  # it is None if starting was interrupted
+            threads[-1].join()
+        threads.pop()
+
+
+@contextmanager
+def _naming(chunk: Chunk) -> Iterator[None]:
+    """Say in an error what was read from where."""
+    try:
+        yield
+    except Exception as error:
+        keys = listing([each.key for each in chunk.landings])
+        raise OSError(
+            f"reading {keys} from {chunk.file.name} failed: {error}"
+        ) from error
 
 
 @contextmanager

@@ -2,40 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Protocol, TypeAlias
-
 import torch
 from torch import Tensor
 
 from deferred_init.loading.read_plan import Chunk, Landing
+from deferred_init.loading.ring import Slot
 from deferred_init.sources.byte_files import memory_of
 
-__all__ = ["CpuLander", "CudaLander", "Lander"]
-
-Event: TypeAlias = torch.cuda.Event
-
-
-class Lander(Protocol):
-    """What one thread uses to land chunks, one after the other."""
-
-    def land(
-        self, chunk: Chunk, ready: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Read a chunk and bring it to its places.
-
-        Args:
-            chunk: What to read.
-            ready: Passes when the places may be written.
-
-        Returns:
-            What passes when the chunk has arrived, or None if it has.
-        """
-        ...
-
-    def finish(self) -> None:
-        """Wait for everything that is under way."""
-        ...
+__all__ = ["CpuLander", "CudaLander"]
 
 
 class CpuLander:
@@ -49,22 +23,16 @@ class CpuLander:
         self._buffer_bytes = buffer_bytes
         self._buffer: Tensor | None = None
 
-    def land(
-        self, chunk: Chunk, ready: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Read and, where needed, cast; see `Lander`."""
+    def land(self, chunk: Chunk) -> None:
+        """Read a chunk into its places and, where needed, cast."""
         first = chunk.landings[0]
         if len(chunk.landings) == 1 and first.is_copy:
             chunk.file.read_into(chunk.offset, memory_of(first.target))
-            return None
+            return
         buffer = self._take(chunk.num_bytes)
         chunk.file.read_into(chunk.offset, memory_of(buffer))
         for landing in chunk.landings:
             landing.target.copy_(landing.select(_part(buffer, chunk, landing)))
-        return None
-
-    def finish(self) -> None:
-        """Do nothing: everything has arrived."""
 
     def _take(self, num_bytes: int) -> Tensor:
         if self._buffer is None or self._buffer.numel() < num_bytes:
@@ -73,71 +41,63 @@ class CpuLander:
         return self._buffer[:num_bytes]
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Buffer:
-    pinned: Tensor | None = None
-    staging: Tensor | None = None
-    busy: Event | None = None
-
-
 class CudaLander:
-    """Reads into pinned buffers in turn, and copies from them on a stream of its own.
+    """Issues copies and casts on a stream of its own, which it makes current.
+
+    To be made in the thread that uses it: device and stream are the thread's.
 
     Args:
         device: The CUDA device.
-        buffer_bytes: Size of a buffer.
-        num_buffers: How many there are.
+        buffer_bytes: Usual size of the staging buffer, taken only when it is needed.
     """
 
-    def __init__(
-        self, device: torch.device, buffer_bytes: int, num_buffers: int
-    ) -> None:
+    def __init__(self, device: torch.device, buffer_bytes: int) -> None:
+        torch.cuda.set_device(device)
         self._device = device
         self._stream = torch.cuda.Stream(device)
+        torch.cuda.set_stream(self._stream)
         self._buffer_bytes = buffer_bytes
-        self._buffers = [_Buffer() for _ in range(num_buffers)]
-        self._turn = 0
+        self._staging: Tensor | None = None
+        self._ready: torch.cuda.Event | None = None
 
     def land(
-        self, chunk: Chunk, ready: torch.cuda.Event | None
-    ) -> torch.cuda.Event | None:
-        """Read, then issue copies and casts; see `Lander`."""
-        buffer = self._buffers[self._turn]
-        self._turn = (self._turn + 1) % len(self._buffers)
-        if buffer.busy is not None:
-            buffer.busy.synchronize()
-        pinned = self._pinned(buffer, chunk.num_bytes)
-        chunk.file.read_into(chunk.offset, memory_of(pinned))
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
-            for landing in chunk.landings:
-                self._issue(landing, _part(pinned, chunk, landing), buffer)
-            buffer.busy = self._stream.record_event()
-        return buffer.busy
+        self, chunk: Chunk, slot: Slot, ready: torch.cuda.Event | None
+    ) -> torch.cuda.Event:
+        """Issue what brings a chunk to its places.
+
+        Args:
+            chunk: What was read.
+            slot: Where to; busy until what is returned has passed.
+            ready: Passes when the places may be written.
+
+        Returns:
+            What passes when the chunk has arrived.
+        """
+        if ready is not None and ready is not self._ready:
+            self._stream.wait_event(ready)
+            self._ready = ready
+        for landing in chunk.landings:
+            self._issue(landing, _part(slot.memory, chunk, landing))
+        event = torch.cuda.Event(blocking=True)
+        event.record(self._stream)
+        slot.busy = event
+        return event
 
     def finish(self) -> None:
         """Wait for the stream; an error of a copy surfaces here at the latest."""
         self._stream.synchronize()
 
-    def _issue(self, landing: Landing, read: Tensor, buffer: _Buffer) -> None:
+    def _issue(self, landing: Landing, read: Tensor) -> None:
         if landing.is_copy:
-            landing.target.copy_(landing.select(read), non_blocking=True)
+            landing.target.copy_(landing.as_rows(read), non_blocking=True)
             return
-        if buffer.staging is None or buffer.staging.numel() < read.numel():
+        # The stream's order keeps the next one from being staged before this is used.
+        if self._staging is None or self._staging.numel() < read.numel():
             size = max(read.numel(), self._buffer_bytes)
-            buffer.staging = torch.empty(size, dtype=torch.uint8, device=self._device)
-        staged = buffer.staging[: read.numel()]
+            self._staging = torch.empty(size, dtype=torch.uint8, device=self._device)
+        staged = self._staging[: read.numel()]
         staged.copy_(read, non_blocking=True)
         landing.target.copy_(landing.select(staged), non_blocking=True)
-
-    def _pinned(self, buffer: _Buffer, num_bytes: int) -> Tensor:
-        if buffer.pinned is None or buffer.pinned.numel() < num_bytes:
-            size = max(num_bytes, self._buffer_bytes)
-            buffer.pinned = torch.empty(
-                size, dtype=torch.uint8, device="cpu", pin_memory=True
-            )
-        return buffer.pinned[:num_bytes]
 
 
 def _part(buffer: Tensor, chunk: Chunk, landing: Landing) -> Tensor:

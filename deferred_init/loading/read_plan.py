@@ -59,9 +59,13 @@ class Landing:
             and self.target.is_contiguous()
         )
 
+    def as_rows(self, read: Tensor) -> Tensor:
+        """Return the bytes that were read as elements."""
+        return read.view(self.dtype).view(self.rows)
+
     def select(self, read: Tensor) -> Tensor:
         """Return what lands, of the bytes that were read."""
-        return select(read.view(self.dtype).view(self.rows), self.box)
+        return select(self.as_rows(read), self.box)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

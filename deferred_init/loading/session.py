@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 
 from deferred_init.handlers.protocol import Order, Step, Workspace
 from deferred_init.loading.asked import Asked, asked_for
 from deferred_init.loading.boxes import Cut, cut
 from deferred_init.loading.destinations import Destination, Destinations
-from deferred_init.loading.engine import Batch, Engine, EngineOptions
+from deferred_init.loading.engine import Batch, Engine
+from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.loading.matching import Load
 from deferred_init.loading.read_plan import Chunk, Landing, join, landings
 from deferred_init.loading.twins import check_twins
@@ -17,8 +19,10 @@ from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
 
 __all__ = ["STEPS_AT_ONCE", "LoadingSession"]
 
+_log = logging.getLogger(__name__)
+
 STEPS_AT_ONCE = 3
-"""How many steps are under way when one is waited for; bounds scratch."""
+"""How many steps that need scratch are under way when one is waited for."""
 
 
 class LoadingSession:
@@ -67,9 +71,8 @@ class LoadingSession:
             raise
 
     def _run(self, engine: Engine) -> None:
-        until = min(len(self._steps), self._finished + STEPS_AT_ONCE)
-        for loads in self._steps[len(self._begun) : until]:
-            batch, made = self._begin(loads)
+        while len(self._begun) < len(self._steps) and self._has_room():
+            batch, made = self._begin(self._steps[len(self._begun)])
             engine.submit(batch)
             self._begun.append((batch, made))
         batch, made = self._begun[self._finished]
@@ -82,8 +85,17 @@ class LoadingSession:
         if self._finished == len(self._steps):
             engine.close()
             engine.check()
+            _log.debug("%s", engine.timeline)
             self._check_files()
             self._note()
+
+    def _has_room(self) -> bool:
+        """Whether one more step may begin: readers should never wait for the next."""
+        under_way = self._begun[self._finished :]
+        with_scratch = sum(any(to.done for to in made) for _, made in under_way)
+        return (
+            len(under_way) < self._options.steps_ahead and with_scratch < STEPS_AT_ONCE
+        )
 
     def _begin(self, loads: Sequence[Load]) -> tuple[Batch, list[Destination]]:
         """Make the memory of a step, and say what is read into it."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import deferred_init as di
 from deferred_init.handlers import checkpoint
-from deferred_init.loading.engine import EngineOptions
+from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.sources import Fuse, Split, Stack, Transpose, Unstack
 
 
