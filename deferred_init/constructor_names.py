@@ -10,23 +10,24 @@ import functools
 import inspect
 import types
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-__all__ = ["calls_of", "init_methods", "writes_of"]
+__all__ = ["calls_of", "calls_twice", "init_methods", "writes_of"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
 # Their code belongs to frameworks that have initializers of their own.
 _FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
+P = ParamSpec("P")
 T = TypeVar("T")
 _WRITING_NAMES = frozenset({"apply", "copy_", "data", "fill_"})
 
 
-def _by_type(function: Callable[[type], T]) -> Callable[[type], T]:
+def _by_type(function: Callable[P, T]) -> Callable[P, T]:
     """Remember the result for each type; bounded, since it keeps types alive."""
     cached: Any = functools.lru_cache(maxsize=4096)(function)
-    result: Callable[[type], T] = cached
+    result: Callable[P, T] = cached
     return result
 
 
@@ -56,15 +57,19 @@ def calls_of(module_type: type) -> tuple[str, ...]:
 
 
 @_by_type
+def calls_twice(module_type: type, name: str) -> bool:
+    """Whether a framework's constructor calls a method, and a user's calls it again."""
+    first = next(
+        (base for base in module_type.__mro__ if base.__module__.startswith(_FOREIGN)),
+        nn.Module,
+    )
+    return name in calls_of(first) and name in _own_names(module_type)
+
+
+@_by_type
 def writes_of(module_type: type) -> tuple[str, ...]:
     """Return the names in user constructors that hint at values written there."""
-    seen: dict[str, None] = {}
-    for base in reversed(module_type.__mro__):
-        constructor = vars(base).get("__init__")
-        own = not base.__module__.startswith(_FOREIGN)
-        if own and isinstance(constructor, types.FunctionType):
-            for code in _nested(constructor.__code__):
-                seen.update(dict.fromkeys(code.co_names))
+    seen = _own_names(module_type)
     return tuple(
         name
         for name in seen
@@ -76,6 +81,18 @@ def writes_of(module_type: type) -> tuple[str, ...]:
             and name not in ("requires_grad_", "share_memory_", "detach_")
         )
     )
+
+
+def _own_names(module_type: type) -> tuple[str, ...]:
+    """Return the names in the code of user constructors, without what they call."""
+    seen: dict[str, None] = {}
+    for base in reversed(module_type.__mro__):
+        constructor = vars(base).get("__init__")
+        own = not base.__module__.startswith(_FOREIGN)
+        if own and isinstance(constructor, types.FunctionType):
+            for code in _nested(constructor.__code__):
+                seen.update(dict.fromkeys(code.co_names))
+    return tuple(seen)
 
 
 def _collect(

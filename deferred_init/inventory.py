@@ -33,7 +33,7 @@ _CALLABLE_HOLDERS: set[tuple[str, str]] = set()
 
 
 def look_into(module_name: str, class_name: str) -> None:
-    """Look for tensors in instances of a class although they can be called."""
+    """Look for tensors in instances of a class and its subclasses, though callable."""
     _CALLABLE_HOLDERS.add((module_name, class_name))
 
 
@@ -219,6 +219,10 @@ def _carried(tensor: Tensor) -> Mapping[str, Any]:
     return getattr(tensor, "__dict__", {})
 
 
+def _is_looked_into(own: type) -> bool:
+    return any((c.__module__, c.__name__) in _CALLABLE_HOLDERS for c in own.__mro__)
+
+
 def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
     """Return a container and its (key, label, item) triples, or None for a leaf."""
     if isinstance(value, Mapping):
@@ -230,8 +234,7 @@ def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
         return frozen, [(i, "{...}", v) for i, v in enumerate(frozen)]
     if isinstance(value, _ATOMS):
         return None
-    own = type(value)
-    if callable(value) and (own.__module__, own.__name__) not in _CALLABLE_HOLDERS:
+    if callable(value) and not _is_looked_into(type(value)):
         return None
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):

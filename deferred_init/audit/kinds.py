@@ -74,11 +74,12 @@ def register_cache(own: type, attributes: Iterable[str]) -> None:
     """Leave what a class caches to a detector of its own.
 
     Args:
-        own: The class; the graph collects its instances as `caches`.
+        own: The class; the graph collects its instances, and those of its
+            subclasses, as `caches`.
         attributes: Those that hold other objects' tensors.
     """
     _cached[own] = frozenset(attributes)
-    _known[own] = Kind.CACHE
+    _known.clear()  # subclasses may be known as something else
 
 
 def kind_of(value: object) -> Kind:
@@ -121,7 +122,7 @@ def parts_of(value: Any, kind: Kind) -> Iterator[tuple[str, object]]:
     elif kind is Kind.SLOTS:
         yield from _slot_parts(value)
     if kind is Kind.CACHE:
-        skipped = _cached[type(value)]
+        skipped = next(_cached[b] for b in type(value).__mro__ if b in _cached)
         yield from (
             (label, part)
             for label, part in _dict_parts(value)
@@ -135,7 +136,9 @@ def parts_of(value: Any, kind: Kind) -> Iterator[tuple[str, object]]:
 
 def _classify(own: type) -> Kind:
     kind = Kind.OBJECT
-    if issubclass(own, _ATOMS):
+    if any(base in _cached for base in own.__mro__):
+        kind = Kind.CACHE
+    elif issubclass(own, _ATOMS):
         kind = Kind.ATOM
     else:
         for base, simple in _SIMPLE:

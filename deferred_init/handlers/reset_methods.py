@@ -8,7 +8,8 @@ nobody knows how to make.
 A module that owns deferred tensors runs the methods that its constructor calls, or,
 if it calls none, the first it has. One that owns none runs them only if its
 constructor does: others are for callers to call, and would draw random numbers that
-eager construction did not draw.
+eager construction did not draw. Where an initializer of the module's type runs
+`reset_parameters`, as those of Transformer Engine do, it is not run again.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-from deferred_init.constructor_names import calls_of, init_methods, writes_of
+from deferred_init.constructor_names import (
+    calls_of,
+    calls_twice,
+    init_methods,
+    writes_of,
+)
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
-from deferred_init.handlers.registry import add_initializer
+from deferred_init.handlers.registry import add_initializer, initializers_for
 from deferred_init.reparametrized import is_reparametrized
 from deferred_init.slots import ModuleSite, Slot, set_aside
 from deferred_init.write_probe import Names, ProbeError, Writes, likeness, probe_writes
@@ -29,6 +35,7 @@ __all__ = ["ResetMethods"]
 
 _PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _HOOK = "_init_weights"
+_RESET = "reset_parameters"
 _MAX_KNOWN = 256
 
 
@@ -97,11 +104,21 @@ class ResetMethods:
 def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
     """The methods to run; `self.apply(self._init_weights)` counts as one."""
     names, certain = init_methods(type(module))
+    if _is_run_elsewhere(type(module)):
+        names = tuple(name for name in names if name != _RESET)
     used = calls_of(type(module))
     has_hook = hasattr(type(module), _HOOK) or _HOOK in vars(module)
     if not certain and _HOOK in used and "apply" in used and has_hook:
         return (_HOOK,), True
     return names, certain
+
+
+def _is_run_elsewhere(module_type: type) -> bool:
+    """Whether an initializer of the type runs `reset_parameters` itself."""
+    return any(
+        getattr(each, "runs_reset_parameters", False)
+        for each in initializers_for(module_type)
+    )
 
 
 def _run_all(module: nn.Module, calls: tuple[str, ...]) -> None:
@@ -150,9 +167,15 @@ def _assumptions(
 def _hints(module: nn.Module, calls: tuple[str, ...]) -> Iterator[str]:
     explained = {"apply"} if _HOOK in calls else set()
     names = [f"`{n}`" for n in writes_of(type(module)) if n not in explained]
+    kind = type(module).__qualname__
+    if _is_run_elsewhere(type(module)) and calls_twice(type(module), _RESET):
+        yield (
+            f"the constructor of {kind} calls `{_RESET}` again, after that of its base "
+            "class; here it is run once"
+        )
     if names:
         yield (
-            f"what the constructor of {type(module).__qualname__} writes itself "
+            f"what the constructor of {kind} writes itself "
             f"({', '.join(names[:5])}) changes no value of the model; where it does, "
             "build the model inside `deferred_init(...)`"
         )

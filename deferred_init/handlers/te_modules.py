@@ -63,6 +63,8 @@ class TEModuleInit:
     composite = False
     makes_representation = True
     """Quantized storage and tensor-parallel attributes, also of loaded values."""
+    runs_reset_parameters = True
+    """Also where a subclass overrides it."""
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request

@@ -45,6 +45,8 @@ class BasicOpInit:
     composite = False
     makes_representation = True
     """Quantized storage, also where values are loaded."""
+    runs_reset_parameters = True
+    """Also where a subclass overrides it."""
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request

@@ -94,11 +94,19 @@ def test_a_fuser_that_tracks_versions_comes_out_the_same(te: Any) -> None:
         assert torch.equal(mine, other)
 
 
-def test_what_a_failed_first_step_left_in_a_fuser_is_taken_back(te: Any) -> None:
+@pytest.mark.parametrize("subclass", [False, True])
+def test_what_a_failed_first_step_left_in_a_fuser_is_taken_back(
+    te: Any, subclass: bool
+) -> None:
+    class Own(te.ops.fuser.OperationFuser):  # type: ignore[misc,name-defined]
+        pass
+
     model = _ops(te)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     old = model[0].weight
     model._module_groups = model._make_module_groups(model._modules.values())
+    if subclass:
+        model._module_groups = [Own(list(model))]
     made = nn.Parameter(torch.ones(4, 4))
     model[0].weight = made  # what the hook does inside the first forward
     later = torch.optim.SGD([made], lr=0.1)

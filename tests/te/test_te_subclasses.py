@@ -1,0 +1,108 @@
+"""Users' subclasses of Transformer Engine's classes, with an init of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import deferred_init as di
+
+pytestmark = pytest.mark.te
+
+
+def _doubling(base: Any) -> Any:
+    class Doubling(base):  # type: ignore[misc]
+        def reset_parameters(self, *args: Any, **kwargs: Any) -> None:
+            super().reset_parameters(*args, **kwargs)
+            with torch.no_grad():
+                for param in self._parameters.values():
+                    if param is not None and not param.is_meta:
+                        param.mul_(2)
+
+    return Doubling
+
+
+CLASSES: dict[str, Callable[[Any, Any], Any]] = {
+    "Linear": lambda cls, device: cls(8, 8, device=device),
+    "LayerNormMLP": lambda cls, device: cls(8, 16, device=device),
+    "RMSNorm": lambda cls, device: cls(8, device=device),
+    "ops.BasicLinear": lambda cls, device: cls(8, 8, device=device),
+    "ops.LayerNorm": lambda cls, device: cls(8, device=device),
+}
+
+
+def _class(te: Any, name: str) -> Any:
+    return getattr(te.ops if name.startswith("ops.") else te, name.split(".")[-1])
+
+
+def _assert_as_eager(make: Callable[[Any], nn.Module]) -> None:
+    model = make("meta")
+    held = dict(model.named_parameters())
+    assert held
+    report = di.materialize(model, "cpu", seed=0, verify="full")
+    assert not report.assumptions
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    twin = make("cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    for name, param in twin.named_parameters():
+        assert dict(model.named_parameters())[name] is held[name]
+        assert torch.equal(held[name], param), name
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_an_overridden_reset_method_runs_once(te: Any, kind: str) -> None:
+    own = _doubling(_class(te, kind))
+    _assert_as_eager(lambda device: CLASSES[kind](own, device))
+
+
+def test_init_methods_of_other_names_run_after_it(te: Any) -> None:
+    class Scaled(te.Linear):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.init_weights()
+
+        def init_weights(self) -> None:
+            with torch.no_grad():
+                nn.init.uniform_(self.weight, -1, 1)
+
+    _assert_as_eager(lambda device: Scaled(8, 8, device=device))
+
+
+def test_a_parent_that_writes_weights_of_layers_below_has_the_last_word(
+    te: Any,
+) -> None:
+    class Model(nn.Module):
+        def __init__(self, device: Any) -> None:
+            super().__init__()
+            self.mlp = te.LayerNormMLP(8, 16, device=device)
+            self.out = _doubling(te.Linear)(8, 8, device=device)
+            self.apply(self._init_weights)
+
+        def _init_weights(self, module: nn.Module) -> None:
+            if isinstance(module, te.Linear):
+                nn.init.normal_(module.weight, std=0.02)
+
+    _assert_as_eager(Model)
+
+
+def test_a_constructor_that_draws_a_second_time_is_an_assumption(te: Any) -> None:
+    class Again(te.ops.BasicLinear):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            if not self.weight.is_meta:
+                self.reset_parameters()
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+
+    report = di.materialize(Again(8, 8, device="meta"), "cpu", seed=0)
+    (text,) = report.assumptions
+    assert text.endswith(
+        "calls `reset_parameters` again, after that of its base class; here it is run "
+        "once"
+    )
