@@ -19,7 +19,7 @@ from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
 from deferred_init.pipeline import look, make_agreed_plan, run_plan
 from deferred_init.plan import Plan
-from deferred_init.report import Report
+from deferred_init.report import Finding, Report
 from deferred_init.sources.layout import LayoutRule
 from deferred_init.summary import dtypes_asked_for, rebound_names, summarize
 from deferred_init.validate import (
@@ -28,6 +28,7 @@ from deferred_init.validate import (
     make_request,
     make_weights,
 )
+from deferred_init.workspace import ExecutionWorkspace
 
 __all__ = ["audit", "materialize", "plan"]
 
@@ -143,24 +144,24 @@ def materialize(
     the_plan = make_agreed_plan(inventory, request, opts, wanted)
     before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
-    execution, workspace = run_plan(the_plan, opts, held, progress)
-    executed = time.perf_counter()
-    findings = run_audit(
-        models,
-        optimizers=opts,
-        holders=held,
-        verify=verify,
-        expected=before,
-        device=request.device,
-        dtypes=dtypes_asked_for(request),
-        dtype_forced=request.dtype is not None,
-        rebound=(*rebound_names(the_plan, workspace), *workspace.dropped),
-    )
-    seconds = {
-        "plan": planned - started,
-        "execute": executed - planned,
-        "audit": time.perf_counter() - executed,
-    }
+    seconds = {"plan": planned - started}
+
+    def prove(workspace: ExecutionWorkspace) -> list[Finding]:
+        seconds["execute"] = time.perf_counter() - planned
+        return run_audit(
+            models,
+            optimizers=opts,
+            holders=held,
+            verify=verify,
+            expected=before,
+            device=request.device,
+            dtypes=dtypes_asked_for(request),
+            dtype_forced=request.dtype is not None,
+            rebound=(*rebound_names(the_plan, workspace), *workspace.dropped),
+        )
+
+    execution, workspace, findings = run_plan(the_plan, opts, held, progress, prove)
+    seconds["audit"] = time.perf_counter() - planned - seconds["execute"]
     report = summarize(the_plan, execution, workspace, findings, seconds)
     if strict and not report.ok:
         raise AuditError(str(report), report)

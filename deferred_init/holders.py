@@ -144,9 +144,11 @@ def _rebind_optimizer(
             if _is_elsewhere(new, optimizer, params, position):
                 del params[position]
             if param in optimizer.state:
-                state = optimizer.state.pop(param)
-                optimizer.state[new] = state
+                state = optimizer.state[param]
+                # First how to undo it: an interrupt may come between two lines.
                 on_undo(_state_restorer(optimizer, param, new, state))
+                del optimizer.state[param]
+                optimizer.state[new] = state
             changed.append(f"optimizers[{index}].param_groups[{number}][{position}]")
     return changed
 

@@ -1,8 +1,8 @@
-"""The stages between arguments and report: look, plan, run and rebind."""
+"""The stages between arguments and report: look, plan, run, rebind, prove."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import nn
@@ -20,6 +20,7 @@ from deferred_init.loading.matching import WeightsRequest
 from deferred_init.plan import Plan
 from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar
+from deferred_init.report import Finding
 from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
 from deferred_init.slots import Inventory
 from deferred_init.validate import wrapper_problems
@@ -66,29 +67,51 @@ def run_plan(
     optimizers: tuple[Optimizer, ...],
     holders: tuple[Any, ...],
     progress: bool | None,
-) -> tuple[Execution, ExecutionWorkspace]:
-    """Run the plan, then rebind; all of it or nothing."""
-    request = the_plan.request
+    prove: Callable[[ExecutionWorkspace], list[Finding]],
+) -> tuple[Execution, ExecutionWorkspace, list[Finding]]:
+    """Run the plan, rebind and prove; all of it or nothing.
+
+    Args:
+        the_plan: What to run.
+        optimizers: As in `materialize`.
+        holders: As in `materialize`.
+        progress: As in `materialize`.
+        prove: Audits the result. What it finds undoes nothing; an interrupt or an
+            exception does.
+    """
+    request, inventory = the_plan.request, the_plan.inventory
     generators = GeneratorSnapshot(request.device)
-    workspace = ExecutionWorkspace(the_plan.inventory, request)
-    with (
-        all_or_nothing(workspace, generators),
-        finish_together(the_plan.inventory, request),
-        progress_bar(the_plan, progress) as on_step,
-    ):
-        execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
-        if request.rng == "by_name" or not request.draws_unneeded:
-            generators.restore()
-        hand_over(the_plan, workspace.current)
-        for text in fill_optimizer_state(optimizers, workspace.on_undo):
-            workspace.note(f"made {text}")
-        for refresher in refreshers():
-            refresher.refresh(the_plan.inventory, holders, workspace)
-        for place in rebind_holders(
-            workspace.replaced, optimizers, holders, workspace.on_undo
+    workspace = ExecutionWorkspace(inventory, request)
+    with all_or_nothing(workspace, generators):
+        with (
+            finish_together(inventory, request),
+            progress_bar(the_plan, progress) as on_step,
         ):
-            workspace.note(f"rebound {place}")
-    return execution, workspace
+            execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
+            if request.rng == "by_name" or not request.draws_unneeded:
+                generators.restore()
+            hand_over(the_plan, workspace.current)
+            _rebind(the_plan, workspace, optimizers, holders)
+        with finish_together(inventory, request):
+            findings = prove(workspace)
+    return execution, workspace, findings
+
+
+def _rebind(
+    the_plan: Plan,
+    workspace: ExecutionWorkspace,
+    optimizers: tuple[Optimizer, ...],
+    holders: tuple[Any, ...],
+) -> None:
+    """Bring everything up to date that is not a tensor of the model."""
+    for text in fill_optimizer_state(optimizers, workspace.on_undo):
+        workspace.note(f"made {text}")
+    for refresher in refreshers():
+        refresher.refresh(the_plan.inventory, holders, workspace)
+    for place in rebind_holders(
+        workspace.replaced, optimizers, holders, workspace.on_undo
+    ):
+        workspace.note(f"rebound {place}")
 
 
 def _policy(the_plan: Plan) -> Eager | ByName:

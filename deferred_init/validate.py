@@ -89,6 +89,7 @@ def make_request(
     Raises:
         ValueError: An unknown policy, or a device that does not exist.
         TypeError: `dtype` is not a floating-point `torch.dtype`.
+        PlanError: A CUDA graph is being captured.
     """
     if rng not in POLICIES:
         raise ValueError(f"rng must be one of {POLICIES}, found {rng!r}")
@@ -106,8 +107,10 @@ def make_request(
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):
         raise TypeError(f"dtype must be a floating-point torch.dtype, found {dtype!r}")
+    resolved = _resolve_device(device, must_exist)
+    _check_no_capture(resolved)
     return Request(
-        device=_resolve_device(device, must_exist),
+        device=resolved,
         recipe=None if recipe is None else Recipe.load(recipe),
         dtype=dtype,
         rng=rng,
@@ -234,3 +237,18 @@ def _resolve_device(device: torch.device | str | int, must_exist: bool) -> torch
             f"{count} {resolved.type} device(s), numbered 0 to {count - 1}"
         )
     return torch.device(resolved.type, index)
+
+
+def _check_no_capture(device: torch.device) -> None:
+    if (
+        device.type == "cuda"
+        and torch.cuda.is_initialized()
+        and torch.cuda.is_current_stream_capturing()
+    ):
+        raise PlanError(
+            f"device '{device}' was asked for while a CUDA graph is being captured on "
+            "the current stream: memory made now would belong to the graph, and every "
+            "replay would draw the values again. Materialize before the capture (a "
+            "capture may use the model, since no tensor of it is replaced later). "
+            "Nothing was done, and the capture can go on"
+        )

@@ -11,14 +11,19 @@ from __future__ import annotations
 import hashlib
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deferred_init.distributed.rendezvous import Meeting, RanksMissing, spell_ranks
+from deferred_init.distributed.rendezvous import (
+    Meeting,
+    RanksFailed,
+    RanksMissing,
+    spell_ranks,
+)
 from deferred_init.errors import MaterializeError, PlanError
 from deferred_init.handlers.protocol import Request
 from deferred_init.plan import Plan
@@ -103,24 +108,16 @@ def finish_together(inventory: Inventory, request: Request) -> Iterator[None]:
         return
     try:
         yield
-    except BaseException as error:
-        with suppress(RanksMissing):  # this rank's own failure is the one to tell
-            meeting.decide(f"{type(error).__name__}: {error}", _failures)
-        raise
-    try:
-        failures = meeting.decide(None, _failures)
-    except RanksMissing as error:
+        meeting.decide(None, _done)
+    except (RanksFailed, RanksMissing) as error:  # which all ranks raise alike
         raise MaterializeError(str(error)) from error
-    if failures:
-        raise MaterializeError("; ".join(failures))
+    except BaseException as error:
+        meeting.fail(f"{type(error).__name__}: {error}")
+        raise
 
 
-def _failures(answers: Mapping[int, Any]) -> list[str]:
-    return [
-        f"it failed on {_ranks(ranks)}: {text}"
-        for text, ranks in _by_answer(answers).items()
-        if text != "None"
-    ]
+def _done(answers: Mapping[int, Any]) -> None:
+    """Judge nothing: whoever failed has said so."""
 
 
 def _facts(

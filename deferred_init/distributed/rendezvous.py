@@ -11,6 +11,9 @@ of them, judges, and puts the verdict under another key, which all wait for. Tha
 one small gather and one broadcast, for any set of ranks, and whoever is missing is
 known by name.
 
+A rank that fails comes to the next meeting, whatever that one is about, and says so:
+all others raise `RanksFailed` there and need not meet again to know of it.
+
 Shortcoming: the first rank reads one answer per rank, so answers must be small.
 """
 
@@ -19,14 +22,15 @@ from __future__ import annotations
 import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
 from deferred_init.errors import DeferredInitError
 
-__all__ = ["Meeting", "RanksMissing", "spell_ranks"]
+__all__ = ["Meeting", "RanksFailed", "RanksMissing", "spell_ranks"]
 
 T = TypeVar("T")
 _GRACE_S = 5.0
@@ -35,6 +39,16 @@ _rounds: dict[tuple[int, ...], int] = {}
 
 class RanksMissing(DeferredInitError):
     """Some ranks did not come to a meeting in time."""
+
+
+class RanksFailed(DeferredInitError):
+    """Some ranks came to a meeting only to say that they failed; all know it."""
+
+
+class _Failure(NamedTuple):
+    """The answer of a rank that failed, to whatever was asked."""
+
+    text: str
 
 
 class Meeting:
@@ -63,6 +77,7 @@ class Meeting:
         Raises:
             RanksMissing: If a rank did not come within the time-out; raised on all
                 that did.
+            RanksFailed: If a rank came to say that it failed; raised on all.
         """
         turn = _rounds[self.ranks] = _rounds.get(self.ranks, -1) + 1
         self._store.set(f"{turn}/{self._rank}", pickle.dumps(answer))  # type: ignore[arg-type]
@@ -72,9 +87,14 @@ class Meeting:
             verdict = self._judge(turn, judge)
             self._store.set(f"{turn}/verdict", pickle.dumps(verdict))  # type: ignore[arg-type]
             self._store.delete_key(f"{turn - 1}/verdict")
-        if isinstance(verdict, RanksMissing):
+        if isinstance(verdict, (RanksMissing, RanksFailed)):
             raise verdict
         return verdict  # type: ignore[no-any-return]
+
+    def fail(self, text: str) -> None:
+        """Tell the others, at the next meeting that they come to, of a failure here."""
+        with suppress(RanksMissing, RanksFailed):
+            self.decide(_Failure(text), _nothing)
 
     def _judge(self, turn: int, judge: Callable[[Mapping[int, Any]], Any]) -> Any:
         deadline = time.monotonic() + self._timeout_s
@@ -94,7 +114,8 @@ class Meeting:
                 f"{self._timeout_s:g} s. Every rank that holds a part of the model has "
                 "to make the same call; see what the missing ones last did"
             )
-        return judge(answers)
+        failures = {r: a.text for r, a in answers.items() if isinstance(a, _Failure)}
+        return _failed(failures) if failures else judge(answers)
 
     def _wait_for_verdict(self, turn: int) -> Any:
         key = f"{turn}/verdict"
@@ -130,6 +151,22 @@ def spell_ranks(ranks: Sequence[int]) -> str:
     return ", ".join(
         str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
     )
+
+
+def _failed(failures: Mapping[int, str]) -> RanksFailed:
+    by_text: dict[str, list[int]] = {}
+    for rank, text in failures.items():
+        by_text.setdefault(text, []).append(rank)
+    return RanksFailed(
+        "; ".join(
+            f"it failed on {_s(ranks, 'rank')} {spell_ranks(ranks)}: {text}"
+            for text, ranks in by_text.items()
+        )
+    )
+
+
+def _nothing(answers: Mapping[int, Any]) -> None:
+    """Judge nothing: this rank's own failure is the verdict."""
 
 
 def _s(items: Sequence[object], noun: str) -> str:

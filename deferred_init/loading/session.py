@@ -64,6 +64,8 @@ class LoadingSession:
                 self._check_files()
                 check_twins(self._source, self._steps)
                 self._engine = Engine(self._workspace.request.device, self._options)
+                # A later step of somebody else may fail, or Ctrl-C come between two.
+                self._workspace.on_undo(self._engine.close)
             self._run(self._engine)
         except BaseException:
             if self._engine is not None:

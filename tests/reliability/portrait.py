@@ -16,7 +16,7 @@ from torch import Tensor, nn
 class Portrait:
     """Paths to facts: values, flags, classes, and which paths are the same object."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: Any) -> None:
         self.facts: dict[str, Any] = {}
         self.tensors: dict[str, Tensor] = {}
         self._objects: dict[int, str] = {}
@@ -101,7 +101,7 @@ def bits(tensor: Tensor) -> bytes | None:
     return flat.view(torch.uint8).numpy().tobytes()
 
 
-def portrait(model: nn.Module) -> dict[str, Any]:
+def portrait(model: Any) -> dict[str, Any]:
     """Return the facts of a model."""
     return Portrait(model).facts
 
