@@ -50,6 +50,8 @@ class ExecutionWorkspace:
         self.undo = UndoLog()
         self.undo.push(self._snapshot.restore)
         self.replaced: dict[int, tuple[Tensor, Tensor]] = {}
+        # Else whoever keeps the error keeps its frames, and they the new tensors.
+        self.undo.push(self.replaced.clear)
         self.notes: list[str] = []
         self.final_now: Set[int] = frozenset()
         self.dropped: list[str] = []

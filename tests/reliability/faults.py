@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 import deferred_init as di
@@ -35,6 +36,9 @@ ERRORS: Mapping[str, type[BaseException]] = {
     "out of memory": torch.OutOfMemoryError,
     "interrupt": KeyboardInterrupt,
 }
+MAX_GROWTH_BYTES = 1_000_000
+# Short runs raise each kind of error at another part of the boundaries.
+EVERY = 1 if os.environ.get("RELIABILITY_EXAMPLES") else 3
 _CALLS = (
     (api, "look"),
     (api, "make_agreed_plan"),
@@ -122,6 +126,10 @@ class _Watched:
         self._boundaries.cross(f"after {name}")
 
 
+def _tensors_in(held: Any) -> Iterable[Tensor]:
+    return Portrait(held).tensors.values()
+
+
 @dataclass(kw_only=True)
 class Job:
     """Something deferred, and the call that materializes it.
@@ -133,6 +141,8 @@ class Job:
         more: Further facts.
         look: Describes what is held.
         states: Describes the generators.
+        memory: Bytes in use, where an allocator counts them.
+        tensors: Returns the tensors of what is held, in order.
     """
 
     run: Callable[[], Any]
@@ -140,6 +150,8 @@ class Job:
     more: Callable[[], Any] = lambda: None
     look: Callable[[Any], dict[str, Any]] = portrait
     states: Callable[[], Any] = generators
+    memory: Callable[[], int] = lambda: 0
+    tensors: Callable[[Any], Iterable[Tensor]] = _tensors_in
 
     def facts(self) -> dict[str, Any]:
         """Return what is the same for every job that was made alike."""
@@ -148,7 +160,7 @@ class Job:
 
     def objects(self) -> list[int]:
         """Return which objects stand where, in this job."""
-        return [id(tensor) for tensor in Portrait(self.held()).tensors.values()]
+        return [id(tensor) for tensor in self.tensors(self.held())]
 
 
 def held_by(optimizers: Iterable[Optimizer]) -> list[Any]:
@@ -174,7 +186,7 @@ def interrupting() -> None:
 def check_every_boundary(
     make: Callable[[], Job],
     errors: Mapping[str, type[BaseException]] = ERRORS,
-    every: int = 1,
+    every: int = EVERY,
 ) -> list[str]:
     """Raise each error at each boundary; return the boundaries.
 
@@ -197,12 +209,15 @@ def check_every_boundary(
 def check_one(
     job: Job, at: int, error: type[BaseException], done: dict[str, Any]
 ) -> None:
-    before, objects = job.facts(), job.objects()
-    with Boundaries(at, raising(error("on purpose"))) as boundaries:
-        with pytest.raises((di.MaterializeError, error)) as caught:
-            job.run()
+    before, objects, num_bytes = job.facts(), job.objects(), job.memory()
+    with (
+        Boundaries(at, raising(error("on purpose"))) as boundaries,
+        pytest.raises((di.MaterializeError, error)) as caught,
+    ):
+        job.run()
     place = f"{error.__name__} at {at}, {boundaries.crossed[at - 1]}"
     assert "must not be used" not in str(caught.value), place
+    assert abs(job.memory() - num_bytes) < MAX_GROWTH_BYTES, place
     assert_equal(job.facts(), before)
     assert job.objects() == objects, place
     del caught

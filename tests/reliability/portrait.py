@@ -54,7 +54,8 @@ class Portrait:
         self.facts[f"{path}!"] = (type(module).__qualname__, tuple(held))
         for name, value in held.items():
             if name.endswith("_hooks"):
-                names = [getattr(hook, "__name__", "") for hook in value.values()]
+                hooks = value.values() if isinstance(value, dict) else value
+                names = [getattr(hook, "__name__", "") for hook in hooks]
                 self.facts[f"{path}/{name}"] = names
             elif name == "_non_persistent_buffers_set":
                 self.facts[f"{path}/{name}"] = sorted(value)
@@ -98,7 +99,7 @@ def bits(tensor: Tensor) -> bytes | None:
     if tensor.is_meta:
         return None
     flat = tensor.detach().clone(memory_format=torch.contiguous_format).view(-1)
-    return flat.view(torch.uint8).numpy().tobytes()
+    return flat.view(torch.uint8).cpu().numpy().tobytes()
 
 
 def portrait(model: Any) -> dict[str, Any]:

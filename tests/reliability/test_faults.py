@@ -98,7 +98,7 @@ def plain_job(make: Callable[[], nn.Module], **options: Any) -> Job:
 def test_a_fault_at_any_boundary_is_undone(
     make: Callable[[], nn.Module], options: dict[str, Any]
 ) -> None:
-    crossed = check_every_boundary(lambda: plain_job(make, **options), every=3)
+    crossed = check_every_boundary(lambda: plain_job(make, **options))
     assert len(crossed) > 40
     assert {"before run_audit", "after run_audit"} <= set(crossed)
 
@@ -117,7 +117,7 @@ def test_a_parameter_that_had_to_be_replaced_is_the_old_one_again() -> None:
 
         return Job(run=run, held=lambda: [model, held_by([optimizer]), held])
 
-    check_every_boundary(make)
+    check_every_boundary(make, every=1)
     job = make()
     before = job.objects()
     job.run()
@@ -144,7 +144,7 @@ def test_a_fault_while_loading_stops_the_readers_and_leaves_files_alone(
         made.more = lambda: (threads(), digests(tmp_path))
         return made
 
-    crossed = check_every_boundary(job, every=3)
+    crossed = check_every_boundary(job)
     assert crossed.count("after a step") > 5
 
 
