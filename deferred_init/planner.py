@@ -154,8 +154,8 @@ class _Claims:
         self.claimed.update(map(id, unfit))  # told once, as what they are
         self.problems.extend(self._weights.matches.problems)
         self.notes.extend(self._weights.matches.notes)
-        stored = {id(s.tensor) for _, _, claim in self.found for s, _ in claim.stored}
-        for site, claim in self._weights.claims(stored):
+        made = [claim for _, _, claim in self.found]
+        for site, claim in self._weights.claims(made):
             self._take(site, self._weights, claim)
 
     def ask_for_trees(self, root: ModuleSite, needed: set[int]) -> None:

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
+from deferred_init.errors import listing
 from deferred_init.handlers.protocol import (
     Claim,
     Order,
@@ -92,13 +93,16 @@ class CheckpointInitializer:
             )
         }
 
-    def claims(self, quantized: Set[int]) -> Iterator[tuple[ModuleSite, Claim]]:
+    def claims(self, made: Sequence[Claim]) -> Iterator[tuple[ModuleSite, Claim]]:
         """Return the claims, in the order of the files; steps of bounded size.
 
         Args:
-            quantized: By `id`, the tensors that are stored quantized: their values
-                come in high precision first.
+            made: What others claimed: values of tensors that are stored quantized
+                come in high precision first, and what becomes part of another
+                Parameter cannot be loaded.
         """
+        quantized = {id(slot.tensor) for claim in made for slot, _ in claim.stored}
+        joined = {id(slot.tensor) for claim in made for slot in claim.joined}
         infos = self._weights.source.tensors
         for number, loads in enumerate(_groups(self.matches.loads, infos), start=1):
             order: Order = (_ORDER, number)
@@ -109,6 +113,7 @@ class CheckpointInitializer:
                 scratch_bytes=STEPS_AT_ONCE * _scratch_bytes(loads, quantized),
                 order=order,
                 settled=True,
+                problems=_problems_with_joined(loads, joined),
             )
             yield self._inventory.roots[0], claim
 
@@ -132,6 +137,20 @@ class CheckpointInitializer:
             [self._loads[number] for number in numbers],
             self._options,
         )
+
+
+def _problems_with_joined(loads: Sequence[Load], joined: Set[int]) -> tuple[str, ...]:
+    names = [
+        load.target.name for load in loads if id(load.target.slot.tensor) in joined
+    ]
+    if not names:
+        return ()
+    return (
+        f"{len(names)} tensors become part of one Parameter, into which nothing can be "
+        f"loaded: {listing(names)}. Build the layer with single_grouped_weight=False "
+        "and single_grouped_bias=False, or load these after `materialize` with "
+        "`load_state_dict`",
+    )
 
 
 def _scratch_bytes(loads: Sequence[Load], quantized: Set[int]) -> int:

@@ -76,6 +76,7 @@ class Claim:
         settled: Nobody but initializers registered to come last may write these
             slots again, or is asked about modules that have no others.
         stored: Those of the slots that are stored quantized, and how.
+        joined: Those of the slots that become parts of another Parameter.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -87,6 +88,7 @@ class Claim:
     order: Order | None = None
     settled: bool = False
     stored: tuple[tuple[Slot, Representation], ...] = ()
+    joined: tuple[Slot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -31,6 +31,7 @@ from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
+    joined_slots,
     lend_scratch,
     split_early_bias,
 )
@@ -91,6 +92,7 @@ class TEModuleInit:
             ),
             scratch_bytes=max(scratch, default=0),
             stored=stored_as(choice, late),
+            joined=joined_slots(module, made),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

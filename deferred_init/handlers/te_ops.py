@@ -21,7 +21,12 @@ from deferred_init.handlers.registry import (
 )
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.fusers import FuserRefresher
-from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
+from deferred_init.te.grouped import (
+    adopt_or_merge,
+    is_grouped,
+    joined_slots,
+    lend_scratch,
+)
 from deferred_init.te.quantization import (
     Choice,
     choose,
@@ -74,6 +79,7 @@ class BasicOpInit:
             # A grouped op makes all experts in one block.
             scratch_bytes=sum(sizes),
             stored=stored_as(choice, late),
+            joined=joined_slots(op, made),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

@@ -8,7 +8,8 @@ that, so whoever held one of the old parameters is made to hold the new one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,8 @@ from torch import nn
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.slots import Slot
 
-__all__ = ["adopt_or_merge", "is_grouped", "lend_scratch", "split_early_bias"]
+__all__ = ["adopt_or_merge", "is_grouped", "joined_slots", "lend_scratch"]
+__all__ += ["split_early_bias"]
 
 
 def is_grouped(module: Any) -> bool:
@@ -25,6 +27,20 @@ def is_grouped(module: Any) -> bool:
     return bool(
         getattr(module, "single_grouped_weight", False)
         or getattr(module, "single_grouped_bias", False)
+    )
+
+
+def joined_slots(module: Any, slots: Iterable[Slot]) -> tuple[Slot, ...]:
+    """Return the parameters that become parts of one, of those that are given."""
+    kinds = [
+        kind
+        for kind in ("weight", "bias")
+        if getattr(module, f"single_grouped_{kind}", False)
+    ]
+    return tuple(
+        slot
+        for slot in slots
+        if any(re.fullmatch(rf"{kind}\d+", slot.name) for kind in kinds)
     )
 
 

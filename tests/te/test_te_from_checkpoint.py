@@ -119,3 +119,34 @@ def test_experts_stored_in_one_tensor_fill_a_grouped_layer(te: Any) -> None:
     di.materialize(model, "cpu", weights={"experts.w1": experts}, names=[rule])
     for index in range(3):
         assert torch.equal(getattr(model, f"weight{index}"), experts[index])
+
+
+@pytest.mark.parametrize("kind", ["module", "op"])
+def test_what_becomes_part_of_one_parameter_is_refused_in_the_plan(
+    te: Any, kind: str
+) -> None:
+    cls = te.GroupedLinear if kind == "module" else te.ops.GroupedLinear
+    model = nn.Sequential(cls(2, 16, 16, device="meta", single_grouped_weight=True))
+    weights = stored(model)
+    text = (
+        r"2 tensors become part of one Parameter, into which nothing can be loaded: "
+        r"`0\.weight0`, `0\.weight1`\. Build the layer with single_grouped_weight=False"
+    )
+    with pytest.raises(di.PlanError, match=text):
+        di.materialize(model, "cpu", weights=weights)
+    assert all(param.is_meta for param in model.parameters())
+    # What keeps a Parameter of its own can be loaded, and the rest is initialized.
+    biases = {name: values for name, values in weights.items() if "bias" in name}
+    assert len(biases) == 2
+    assert di.materialize(model, "cpu", weights=biases, missing="any").ok
+    for name, values in biases.items():
+        assert torch.equal(model.get_parameter(name), values)
+
+
+def test_joined_parameters_take_their_weights_after_materialize(te: Any) -> None:
+    model = te.GroupedLinear(2, 16, 16, device="meta", single_grouped_weight=True)
+    weights = stored(model)
+    di.materialize(model, "cpu")
+    model.load_state_dict(weights, strict=False)
+    parts = model.weight.rowwise_data.view(2, 16, 16)
+    assert torch.equal(parts, torch.stack([weights["weight0"], weights["weight1"]]))
