@@ -5,9 +5,9 @@ It draws for all parameters of the module, also real ones, and replaces every
 Parameter object, which loses `requires_grad`, attributes and hooks. So it runs on
 loans: real parameters are replaced while it runs, and what it made is adopted by the
 objects that everybody holds. It allocates on the current CUDA device, which
-`execute.py` sets. Releases up to 2.9 forget each parameter's init function when it is
-registered again; the record is put back. Parameters that are quantized stay without
-memory until it comes to them, so that only one at a time exists in high precision.
+`execute.py` sets. The records of how each parameter is made are kept, see
+`te/init_records.py`. Parameters that are quantized stay without memory until it comes
+to them, so that only one at a time exists in high precision.
 """
 
 from __future__ import annotations
@@ -34,6 +34,12 @@ from deferred_init.te.grouped import (
     joined_slots,
     lend_scratch,
     split_early_bias,
+)
+from deferred_init.te.init_records import (
+    has_record,
+    is_of_te,
+    kept_init_records,
+    record_of,
 )
 from deferred_init.te.quantization import (
     Choice,
@@ -125,8 +131,8 @@ class TEModuleInit:
         inner = replace(claim, slots=tuple(early), rewrites=(*late, *loaded))
         with (
             choice.grad_mode(),
-            _kept_init_functions(module),
             workspace.filling(replace(step, claim=inner)),
+            kept_init_records(module),
             _set_aside(loaded),
         ):
             module.reset_parameters()
@@ -163,7 +169,7 @@ def _run_grouped(step: Step, workspace: Workspace, *, quantized: bool) -> None:
     split_early_bias(module)
     if not quantized:
         lend_scratch(module, workspace.request.device)
-    with _kept_init_functions(module):
+    with kept_init_records(module):
         module.reset_parameters()
     adopt_or_merge(module, slots, workspace)
 
@@ -181,7 +187,9 @@ def _choice(site: ModuleSite, request: Request) -> Choice:
 
 def _is_mine(slot: Slot) -> bool:
     if slot.kind is SlotKind.PARAMETER:
-        return True
+        if is_grouped(slot.owner):
+            return is_of_te(slot.owner, slot.name)
+        return has_record(slot.owner, slot.name)
     return slot.kind is SlotKind.ATTRIBUTE and (
         slot.tensor.numel() == 0 or _is_state(slot)
     )
@@ -194,7 +202,7 @@ def _is_state(slot: Slot) -> bool:
 def _is_weight(slot: Slot) -> bool:
     """Whether a slot is a parameter that TE quantizes."""
     owner: Any = slot.owner
-    meta = owner.param_init_meta.get(slot.name)
+    meta = record_of(owner, slot.name)
     return (
         slot.kind is SlotKind.PARAMETER
         and meta is not None
@@ -235,15 +243,6 @@ def _prefer_carried(slot: Slot, made: Tensor | None) -> None:
     for name in _TP_ATTRIBUTES:
         if name in slot.tensor.__dict__:
             made.__dict__.pop(name, None)
-
-
-@contextmanager
-def _kept_init_functions(module: Any) -> Iterator[None]:
-    saved = dict(module.param_init_meta)
-    try:
-        yield
-    finally:
-        module.param_init_meta.update(saved)
 
 
 @contextmanager

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from deferred_init.te.constructed import remember_rotary_dim
 from deferred_init.te.constructor_calls import replacements
+from deferred_init.te.init_records import remember_init_records
 
 __all__ = ["on_meta", "te_on_meta"]
 
@@ -198,6 +199,7 @@ def _deferring_init(init: Any, building: _Building) -> Any:
             bound.arguments["device"] = torch.device("meta")
         with building.construct(self):
             init(*bound.args, **bound.kwargs)
+        remember_init_records(self)
         if is_rotary:
             bound.apply_defaults()
             values = bound.arguments
