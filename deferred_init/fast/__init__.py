@@ -1,0 +1,1 @@
+"""A counter-based generator: values that depend on seed, name and place alone."""
