@@ -1,0 +1,115 @@
+"""Launches the Triton kernel; importing this needs Triton."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deferred_init.fast.distributions import Distribution, Normal, Uniform
+from deferred_init.fast.kernels import fill_kernel
+from deferred_init.fast.philox import ROUNDS, Key
+from deferred_init.fast.window import Window
+
+__all__ = ["Tuning", "fill_with_triton"]
+
+# The interpreter, which runs kernels on a CPU for tests, has no approximations.
+_INTERPRETED = bool(triton.knobs.runtime.interpret)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuning:
+    """How the kernel is cut; no value depends on it.
+
+    Attributes:
+        block: Counters of a program, a power of two.
+        num_warps: Warps of a program.
+        rounds: Of Philox.
+    """
+
+    block: int = 1024
+    num_warps: int = 4
+    rounds: int = ROUNDS
+
+
+def fill_with_triton(
+    out: Tensor,
+    window: Window,
+    distribution: Distribution,
+    key: Key,
+    tuning: Tuning | None = None,
+) -> None:
+    """Fill a tensor with the values of a window of a larger one.
+
+    Args:
+        out: Contiguous, on a CUDA device; bfloat16, float16 or float32, of as many
+            elements as the window.
+        window: Which elements of the full tensor these are.
+        distribution: What is drawn.
+        key: The stream.
+        tuning: How the work is cut.
+    """
+    if not window.numel:
+        return
+    tuning = tuning or Tuning()
+    per_block = tuning.block * (4 if window.aligned else 1)
+    grid = (-(-window.numel // per_block),)
+    with _on(out.device):
+        fill_kernel[grid](
+            out,
+            window.numel,
+            window.start,
+            window.length,
+            window.stride,
+            *(_signed(word) for word in key),
+            **_parameters(distribution, out.dtype),
+            ROWS=window.rows > 1,
+            ALIGNED=window.aligned,
+            BLOCK=tuning.block,
+            ROUNDS=tuning.rounds,
+            EXACT=_INTERPRETED,
+            num_warps=tuning.num_warps,
+            # A fused multiply-add would round once where torch rounds twice.
+            enable_fp_fusion=False,
+        )
+
+
+def _on(device: torch.device) -> Any:
+    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+
+
+def _parameters(distribution: Distribution, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the constants of a distribution, by the kernel's names."""
+    found: dict[str, Any] = {
+        "mean": 0.0, "spread": 0.0, "split": 0, "below": 0.0, "below_step": 0.0,
+        "above": 0.0, "above_step": 0.0, "least": 0.0, "greatest": 0.0,
+    }  # fmt: skip
+    if isinstance(distribution, Normal):
+        return found | {
+            "mean": distribution.mean,
+            "spread": distribution.std,
+            "KIND": 0,
+        }
+    found["least"], found["greatest"] = distribution.bounds(dtype)
+    if isinstance(distribution, Uniform):
+        step = (distribution.high - distribution.low) * 2.0**-32
+        return found | {"mean": distribution.low, "spread": step, "KIND": 1}
+    sides = distribution.sides()
+    return found | {
+        "mean": distribution.mean,
+        "spread": sides.spread,
+        "split": _signed(min(sides.split, 2**32 - 1)),
+        "below": sides.below,
+        "below_step": sides.below_step,
+        "above": sides.above,
+        "above_step": sides.above_step,
+        "KIND": 2,
+    }
+
+
+def _signed(word: int) -> int:
+    """The 32-bit integer of the same bits: then its type does not depend on it."""
+    return word - (1 << 32) if word >> 31 else word
