@@ -82,7 +82,8 @@ def materialize(
             on with their current state, as a constructor would.
         rng: `"eager"` gives the values, and leaves the generator state, of eager
             construction on `device`; `"by_name"` seeds each tensor from `seed` and
-            its qualified name, for subsets that must agree.
+            its qualified name, for subsets that must agree; `"fast"` does the same
+            with a generator of our own, at the speed of a GPU's memory.
         verify: `"fast"` checks structure; `"full"` also poisons every allocation
             before it is filled and reads all values back.
         strict: Raise if the audit finds anything; otherwise only report it.

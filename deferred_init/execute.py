@@ -12,7 +12,7 @@ import torch
 from deferred_init.errors import MaterializeError
 from deferred_init.handlers.protocol import Order, Session, Step, has_session
 from deferred_init.plan import Plan
-from deferred_init.rng import ByName, Eager, GeneratorSnapshot
+from deferred_init.rng import BY_NAME, ByName, Eager, GeneratorSnapshot
 from deferred_init.slots import Slot
 from deferred_init.staging import keeps_nothing
 from deferred_init.workspace import ExecutionWorkspace
@@ -88,7 +88,7 @@ def run_steps(
                 final = last_writers.get(step.index, ())
                 workspace.final_now = {id(slot.tensor) for slot in final}
                 sessions.advance_before(step)
-                if policy.name == "by_name" and keeps_nothing(step):
+                if policy.name in BY_NAME and keeps_nothing(step):
                     workspace.allocate(step.claim.slots)
                 else:
                     with policy.step(step):

@@ -1,28 +1,78 @@
-"""Seeds for the random operations of a recording, by the tensors that they are for."""
+"""Names for the random operations of a recording, by the tensors that they are for."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor
 
 from deferred_init import record
+from deferred_init.fast.fill import fill, fillable
+from deferred_init.fast.philox import stream_key
+from deferred_init.fast.policy import distribution_of
 from deferred_init.rng import seed_for_name
 
-__all__ = ["seed_by_name"]
+__all__ = ["draws_by_name"]
+
+Name = Callable[[record.Node], tuple[str, int]]
 
 
-def seed_by_name(
-    recording: record.Recording, names: Mapping[record.Value, str], seed: int | None
-) -> Callable[[record.Node], int]:
-    """Return a function that seeds each random node by the tensor it is for.
-
-    One walk backwards finds out which: what a node reads is for whatever it writes.
+def draws_by_name(
+    recording: record.Recording,
+    names: Mapping[record.Value, str],
+    seed: int | None,
+    policy: str,
+) -> Callable[[record.Node], int | Callable[..., Any]]:
+    """Return a function that says how each random node is to be run.
 
     Args:
         recording: The recording.
         names: Canonical names of the wanted values.
         seed: The job's seed; see `rng.seed_for_name`.
+        policy: `"by_name"` or `"fast"`.
+
+    Returns:
+        A `record.BeforeRandom`: it returns a seed, or what fills the node's tensor.
     """
     assert seed is not None, "checked by the verb"
+    name_of = _names_of(recording, names)
+
+    def draw(node: record.Node) -> int | Callable[..., Any]:
+        name, ordinal = name_of(node)
+        if policy == "fast":
+            filling = _filling(node, seed, name, ordinal)
+            if filling is not None:
+                return filling
+        return seed_for_name(seed, name, ordinal)
+
+    return draw
+
+
+def _filling(
+    node: record.Node, seed: int, name: str, ordinal: int
+) -> Callable[..., Any] | None:
+    """Return what fills the tensor of a node, if it fills all of one."""
+    value, stream = node.overwrites, node.stream
+    if value is None or (stream is not None and stream.generator is not None):
+        return None
+    kwargs = {k: v for k, v in (node.kwargs or {}).items() if v is not None}
+    wanted = distribution_of(node.call, tuple(node.args[1:]), kwargs)
+    if wanted is None or not fillable(value.meta, wanted):
+        return None
+
+    def filling(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        fill(tensor, wanted, stream_key(seed, name, ordinal))
+        return tensor
+
+    return filling
+
+
+def _names_of(recording: record.Recording, names: Mapping[record.Value, str]) -> Name:
+    """Return a function that names each random node and counts those of a name.
+
+    One walk backwards finds out which: what a node reads is for whatever it writes.
+    """
     known: dict[record.Storage, str] = {}
     for value, name in names.items():
         known.setdefault(value.storage, name)
@@ -33,12 +83,12 @@ def seed_by_name(
                 known.setdefault(read.storage, name)
     counts: dict[str, int] = {}
 
-    def seed_of(node: record.Node) -> int:
+    def name_of(node: record.Node) -> tuple[str, int]:
         name = _name_of(node, known)
         counts[name] = counts.get(name, -1) + 1
-        return seed_for_name(seed, name, counts[name])
+        return name, counts[name]
 
-    return seed_of
+    return name_of
 
 
 def _name_of(node: record.Node, known: Mapping[record.Storage, str]) -> str:

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from deferred_init.distributed.agreement import agreed, finish_together
 from deferred_init.distributed.broadcast import hand_over, receiving_plan
 from deferred_init.execute import Execution, all_or_nothing, run_steps
+from deferred_init.fast.policy import Fast
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import load_handlers, refreshers
@@ -21,7 +22,7 @@ from deferred_init.plan import Plan
 from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar
 from deferred_init.report import Finding
-from deferred_init.rng import ByName, Eager, GeneratorSnapshot, seed_all
+from deferred_init.rng import BY_NAME, ByName, Eager, GeneratorSnapshot, seed_all
 from deferred_init.slots import Inventory
 from deferred_init.validate import wrapper_problems
 from deferred_init.workspace import ExecutionWorkspace
@@ -88,7 +89,7 @@ def run_plan(
             progress_bar(the_plan, progress) as on_step,
         ):
             execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
-            if request.rng == "by_name" or not request.draws_unneeded:
+            if request.rng in BY_NAME or not request.draws_unneeded:
                 generators.restore()
             hand_over(the_plan, workspace.current)
             _rebind(the_plan, workspace, optimizers, holders)
@@ -117,9 +118,10 @@ def _rebind(
 def _policy(the_plan: Plan) -> Eager | ByName:
     """Return the RNG policy; an eager one begins with the seed."""
     request = the_plan.request
-    if request.rng == "by_name":
+    if request.rng in BY_NAME:
         assert request.seed is not None, "checked by make_request"
-        return ByName(request.seed, request.device)
+        policy = Fast if request.rng == "fast" else ByName
+        return policy(request.seed, request.device)
     if request.seed is not None and the_plan.steps:
         seed_all(request.seed, request.device)
     return Eager()

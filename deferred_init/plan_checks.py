@@ -74,8 +74,8 @@ def unallocatable(inventory: Inventory, request: Request) -> list[str]:
     return problems
 
 
-def name_collisions(inventory: Inventory) -> list[str]:
-    """Name tensors that a by-name policy could not tell apart."""
+def name_collisions(inventory: Inventory, policy: str) -> list[str]:
+    """Name tensors that a policy could not tell apart, which goes by names."""
     names: dict[str, int] = {}
     clashes: list[str] = []
     for slot in inventory.deferred:
@@ -86,7 +86,7 @@ def name_collisions(inventory: Inventory) -> list[str]:
         return []
     return [
         f"{len(clashes)} names stand for two different tensors each under "
-        f'rng="by_name", which would give both the same values: {listing(clashes)}. '
+        f'rng="{policy}", which would give both the same values: {listing(clashes)}. '
         "Materialize these models one by one with different seeds"
     ]
 

@@ -33,6 +33,7 @@ from deferred_init.plan_checks import (
     unallocatable,
     unclaimed,
 )
+from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["make_plan"]
@@ -72,8 +73,8 @@ def make_plan(
     problems = [*known_problems, *claims.problems]
     problems += unclaimed(inventory, claims.claimed)
     problems += unallocatable(inventory, request)
-    if request.rng == "by_name":
-        problems += name_collisions(inventory)
+    if request.rng in BY_NAME:
+        problems += name_collisions(inventory, request.rng)
     if problems:
         raise PlanError(_message(problems), problems)
     steps = _ordered_steps(claims.found, inventory, request)

@@ -1,10 +1,11 @@
-"""Random number policies: `eager` (the stream of eager construction), `by_name`.
+"""Random number policies: `eager` (the stream of eager construction) and `by_name`.
 
 `eager` runs the steps in construction order on the target device's default
 generator, so that values and the final state are those of eager construction.
 `by_name` seeds the generator anew for each tensor, from the seed and the tensor's
 qualified name, so that a tensor's values do not depend on which others are made;
-the generators end as they began.
+the generators end as they began. `fast` (see `fast/policy.py`) is `by_name` with a
+generator of our own for fills of whole tensors.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from deferred_init.aliases import storage_key
 from deferred_init.handlers.protocol import Step
 
-__all__ = ["ByName", "Eager", "GeneratorSnapshot"]
+__all__ = ["BY_NAME", "POLICIES", "ByName", "Eager", "GeneratorSnapshot", "NamedDraws"]
 __all__ += ["canonical_name", "seed_all", "seed_for_name"]
 
-POLICIES = ("eager", "by_name")
+POLICIES = ("eager", "by_name", "fast")
+BY_NAME = frozenset({"by_name", "fast"})
+"""Policies whose values depend on names and a seed, and on no order."""
+_EMPTY_LIKE = torch.ops.aten.empty_like.default
 _WRAPPERS = frozenset(
     {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
 )
@@ -107,36 +111,66 @@ class ByName:
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """Run one step with every random operation seeded by name."""
-        owner = canonical_name(step.site.fqn)
-        with _SeedingMode(self._seed_for, owner, step):
+        with NamedDraws(self._seed, self._device, step):
             yield
 
-    def _seed_for(self, name: str, ordinal: int) -> None:
-        seed_all(seed_for_name(self._seed, name, ordinal), self._device)
 
+class NamedDraws(TorchDispatchMode):
+    """Finds out which tensor a random operation is for, and seeds it by name.
 
-class _SeedingMode(TorchDispatchMode):
-    def __init__(self, seed_for: Any, owner: str, step: Step) -> None:
+    A tensor that is made like a claimed one without memory, to be filled in its place,
+    goes by its name: so Transformer Engine makes weights that it will quantize.
+
+    Args:
+        seed: The job's seed.
+        device: The device whose generator is seeded.
+        step: The step that is run.
+    """
+
+    def __init__(self, seed: int, device: torch.device, step: Step) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._seed_for = seed_for
-        self._owner = owner
+        self.seed = seed
+        self._device = device
+        self._owner = canonical_name(step.site.fqn)
         self._step = step
         self._counts: dict[str, int] = {}
+        self._made_like: tuple[Tensor, str] | None = None
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Run an operation, a random one with numbers of its own."""
+        kwargs = kwargs or {}
+        target = args[0] if args else None
         if torch.Tag.nondeterministic_seeded in func.tags:
-            name = self._name_of(args[0]) if args else self._owner
+            name = self._name_of(target)
             ordinal = self._counts.get(name, 0)
             self._counts[name] = ordinal + 1
-            self._seed_for(name, ordinal)
-        return func(*args, **(kwargs or {}))
+            self._made_like = None
+            return self.draw(name, ordinal, func, args, kwargs)
+        if func is _EMPTY_LIKE and target is not None and target.is_meta:
+            self._made_like = None
+            made, name = func(*args, **kwargs), self._name_of(target)
+            if name != self._owner:
+                self._made_like = made, name
+            return made
+        if self._made_like is not None and target is self._made_like[0]:
+            self._made_like = None  # it may go, and its memory be another's
+        return func(*args, **kwargs)
+
+    def draw(
+        self, name: str, ordinal: int, func: Any, args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Run the n-th random operation on the tensor of a name."""
+        seed_all(seed_for_name(self.seed, name, ordinal), self._device)
+        return func(*args, **kwargs)
 
     def _name_of(self, target: object) -> str:
         if not isinstance(target, Tensor):
             return self._owner
         key = storage_key(target)
+        if self._made_like is not None and storage_key(self._made_like[0]) == key:
+            return self._made_like[1]
         claim = self._step.claim
         for slot in (*claim.slots, *claim.rewrites):
             # What stands there now: under staging that is a tensor of full size.

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from deferred_init import record
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.named_seeds import seed_by_name
-from deferred_init.rng import canonical_name
+from deferred_init.named_seeds import draws_by_name
+from deferred_init.rng import BY_NAME, canonical_name
 from deferred_init.slots import Slot
 
 __all__ = ["replay_twin"]
@@ -48,11 +48,10 @@ def replay_twin(
             slots.setdefault(record.value_of(tensor), []).append(slot)
         else:
             give(slot, tensor.detach().to(request.device))
-    by_name = request.rng == "by_name"
     for recording, values in _by_recording(slots).items():
-        seeds: Callable[[record.Node], int | None] | None = None
-        if by_name:
-            seeds = seed_by_name(recording, values, request.seed)
+        seeds: record.BeforeRandom | None = None
+        if request.rng in BY_NAME:
+            seeds = draws_by_name(recording, values, request.seed, request.rng)
         elif not request.draws_unneeded:
             seeds = _no_seed
         if seeds is None:

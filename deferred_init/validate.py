@@ -14,7 +14,7 @@ from deferred_init.errors import PlanError, listing
 from deferred_init.handlers.protocol import Request
 from deferred_init.loading.matching import WeightsRequest
 from deferred_init.recipe import Recipe
-from deferred_init.rng import POLICIES
+from deferred_init.rng import BY_NAME, POLICIES
 from deferred_init.slots import Inventory
 from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
@@ -80,7 +80,7 @@ def make_request(
         rng: Name of a policy.
         verify: `"fast"` or `"full"`.
         dtype: A floating-point dtype, or None.
-        seed: Needed by `rng="by_name"`.
+        seed: Needed by every policy but `"eager"`.
         values_from: None or `"cpu"`.
         broadcast_from: A rank of the default process group, or None.
         rank_timeout_s: Seconds, more than 0.
@@ -101,8 +101,8 @@ def make_request(
         raise ValueError(f"rank_timeout_s must be positive, found {rank_timeout_s!r}")
     if broadcast_from is not None:
         _check_source(broadcast_from)
-    if rng == "by_name" and seed is None and must_exist:
-        raise ValueError('rng="by_name" needs a seed: pass seed=<int>')
+    if rng in BY_NAME and seed is None and must_exist:
+        raise ValueError(f'rng="{rng}" needs a seed: pass seed=<int>')
     if dtype is not None and not (
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):

@@ -27,6 +27,7 @@ from deferred_init.distributed.rendezvous import (
 from deferred_init.errors import MaterializeError, PlanError
 from deferred_init.handlers.protocol import Request
 from deferred_init.plan import Plan
+from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot, SlotKind
 
 __all__ = ["agreed", "finish_together", "meeting_for", "sharing_ranks"]
@@ -148,7 +149,7 @@ def _lists(
     inventory: Inventory, request: Request, plan: Plan | None
 ) -> dict[str, dict[str, str]]:
     """Return what is long: compared as a whole first, line by line if it differs."""
-    if request.rng == "by_name":  # each rank may have a part of its own
+    if request.rng in BY_NAME:  # each rank may have a part of its own
         return {}
     lists = {"model": _structure(inventory, request)}
     if request.broadcast_from is None and plan is not None:

@@ -28,7 +28,7 @@ class Request:
         device: The target, with an index for CUDA.
         recipe: The resolved `Recipe`, or None.
         dtype: Overrides the dtype of floating-point tensors, or None.
-        rng: Name of the RNG policy: `"eager"` or `"by_name"`.
+        rng: Name of the RNG policy: `"eager"`, `"by_name"` or `"fast"`.
         verify: `"fast"` or `"full"`.
         seed: The seed, or None to go on with the generators as they are.
         values_from: `"cpu"` to replay recordings on the CPU whatever the target;

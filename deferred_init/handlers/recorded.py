@@ -8,7 +8,7 @@ taken over the moment it is ready, so that scratch is freed before the next.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
@@ -20,8 +20,9 @@ from deferred_init.handlers.registry import (
     add_initializer,
     add_order_hint,
 )
-from deferred_init.named_seeds import seed_by_name
+from deferred_init.named_seeds import draws_by_name
 from deferred_init.record import (
+    BeforeRandom,
     DeferredTensor,
     Node,
     Recording,
@@ -34,7 +35,7 @@ from deferred_init.record import (
     recompute,
     value_in_place,
 )
-from deferred_init.rng import canonical_name
+from deferred_init.rng import BY_NAME, canonical_name
 from deferred_init.slots import ModuleSite, Slot
 
 __all__ = ["RecordedInitializer"]
@@ -157,10 +158,12 @@ class _Replays:
     def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
-        before_random: Callable[[Node], int | None] | None = None
-        if self._request.rng == "by_name":
+        before_random: BeforeRandom | None = None
+        if self._request.rng in BY_NAME:
             names = {_known_value(slot): canonical_name(slot.fqn) for slot in slots}
-            before_random = seed_by_name(recording, names, self._request.seed)
+            before_random = draws_by_name(
+                recording, names, self._request.seed, self._request.rng
+            )
         elif not self._request.draws_unneeded:
             before_random = _no_seed
         wanted = [_known_value(slot) for slot in slots]

@@ -32,7 +32,7 @@ class DeferredInitPlugin:
         weights: A checkpoint to fill the (single) model from.
         names: How the checkpoint's names differ.
         missing: What happens to what the checkpoint lacks.
-        rng: `"eager"` or `"by_name"`.
+        rng: `"eager"`, `"by_name"` or `"fast"`.
         seed: Seeds the generators first; None goes on with their state.
         verify: `"fast"` or `"full"`.
         convert: Replace torch's layers by Transformer Engine's before anything else:

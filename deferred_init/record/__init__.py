@@ -46,7 +46,8 @@ and `.values([...])` some together: the same bits, whatever was computed before,
 the generators are left as found. See `timeline` for what that costs.
 
 **By name.** `Replay(..., before_random=seed_of)` calls `seed_of(node)` before each
-node that draws; the integer returned seeds its generator. `node.writes` (storages) and
+node that draws; the integer returned seeds its generator, a function returned is
+called in place of the node's. `node.writes` (storages) and
 `node.outs` (values) tell whom the numbers are for. Draws of nodes that are not
 needed are then skipped.
 
@@ -79,7 +80,7 @@ from deferred_init.record.materialize import (
 from deferred_init.record.nodes import Mark, Node, Storage, Value
 from deferred_init.record.places import value_in_place
 from deferred_init.record.problems import RecordError, ReplayError
-from deferred_init.record.replay import Replay
+from deferred_init.record.replay import BeforeRandom, Replay
 from deferred_init.record.tensor import (
     DeferredTensor,
     final_class,
@@ -88,6 +89,7 @@ from deferred_init.record.tensor import (
 )
 
 __all__ = [
+    "BeforeRandom",
     "DeferredTensor",
     "Mark",
     "Node",

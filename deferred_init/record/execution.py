@@ -59,6 +59,7 @@ class Executor:
         node: Node,
         env: Environment,
         last: dict[int, list[Value]] | None = None,
+        call: Callable[..., Any] | None = None,
     ) -> None:
         """Run one node in the caller's grad mode and store what it made.
 
@@ -66,12 +67,13 @@ class Executor:
             node: The node.
             env: The real tensors at hand; results are added.
             last: For a node, the values to forget after it.
+            call: What to call in place of the node's own function.
         """
         outs = node.outs
         if len(outs) == 1 and outs[0] is not None and _can_wait(node):
             env[outs[0]] = node
         else:
-            self._run_now(node, env)
+            self._run_now(node, env, call)
         for value in last.get(node.index, ()) if last else ():
             env.pop(value, None)
 
@@ -88,8 +90,10 @@ class Executor:
             assert isinstance(found, Tensor)
         return found
 
-    def _run_now(self, node: Node, env: Environment) -> None:
-        out = self.call(node, env)
+    def _run_now(
+        self, node: Node, env: Environment, call: Callable[..., Any] | None = None
+    ) -> None:
+        out = self.call(node, env, call)
         outs = node.outs
         if len(outs) == 1:
             if outs[0] is not None:
@@ -100,16 +104,17 @@ class Executor:
                 if value is not None:
                     env[value] = tensor
 
-    def call(self, node: Node, env: Environment) -> Any:
-        """Call a node's operation on the real tensors."""
+    def call(
+        self, node: Node, env: Environment, call: Callable[..., Any] | None = None
+    ) -> Any:
+        """Call a node's operation, or another in its place, on the real tensors."""
+        call = call or node.call
         try:
             args = [self._real(arg, env) for arg in node.args]
             kwargs = node.kwargs
             if not kwargs:
-                return node.call(*args)
-            return node.call(
-                *args, **{k: self._real(v, env) for k, v in kwargs.items()}
-            )
+                return call(*args)
+            return call(*args, **{k: self._real(v, env) for k, v in kwargs.items()})
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:

@@ -6,6 +6,7 @@ See `deferred_init.record` for the description of the interface.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,10 +29,10 @@ from deferred_init.record.rewinds import Rewinds
 from deferred_init.record.scratch import Scratch
 from deferred_init.record.timeline import Timeline
 
-__all__ = ["Replay"]
+__all__ = ["BeforeRandom", "Replay"]
 
 OnReady = Callable[[Value, Tensor], None]
-BeforeRandom = Callable[[Node], "int | None"]
+BeforeRandom = Callable[[Node], "int | Callable[..., Any] | None"]
 
 
 class Replay:
@@ -43,9 +44,10 @@ class Replay:
             by default that device itself.
         wanted: The values that `take` will be asked for; all nodes that none of
             them needs are skipped, except that their random numbers are drawn.
-        before_random: Called before every random node; the seed that it returns is
-            given to the node's generator. Then nothing is drawn for nodes that are
-            not needed, and `finish` puts the generators back as they were.
+        before_random: Called before every random node; a seed that it returns is
+            given to the node's generator, a function is called in place of the
+            node's. Then nothing is drawn for nodes that are not needed, and `finish`
+            puts the generators back as they were.
     """
 
     def __init__(
@@ -174,8 +176,7 @@ class Replay:
         assert self._found is not None
         if node.stream is not None and self._before_random is not None:
             if index in self._needed:
-                self._seed(node)
-                self._executor.run(node, self._env, needs.last)
+                self._run_named(node, self._env, needs)
             return
         if index in self._needed:
             if node.stream is not None:
@@ -187,13 +188,15 @@ class Replay:
             self._rewinds.apply(node, self._found)
         self._rewinds.passing(index + 1, self._found)
 
-    def _seed(self, node: Node) -> None:
-        """Ask the caller for the seed of a random node."""
+    def _run_named(self, node: Node, env: Environment, needs: Needs) -> None:
+        """Run a random node as the caller says."""
         assert self._before_random is not None
         assert node.stream is not None
-        seed = self._before_random(node)
-        if seed is not None:
-            self.generators.of(node.stream).manual_seed(seed)
+        answer = self._before_random(node)
+        if isinstance(answer, int):
+            self.generators.of(node.stream).manual_seed(answer)
+            answer = None
+        self._executor.run(node, env, needs.last, answer)
 
     # -- one value alone ------------------------------------------------------------
 
@@ -209,8 +212,7 @@ class Replay:
         Raises:
             ReplayError: If an operation fails.
         """
-        end = len(self.recording.nodes) if upto is None else upto
-        return self.values([value], end)[0]
+        return self.values([value], upto)[0]
 
     def values(self, values: Sequence[Value], upto: int | None = None) -> list[Tensor]:
         """Compute several values together, so that shared storage stays shared."""
@@ -224,8 +226,7 @@ class Replay:
                     if node.stream is None:
                         self._executor.run(node, env, needs.last)
                     elif self._before_random is not None:
-                        self._seed(node)
-                        self._executor.run(node, env, needs.last)
+                        self._run_named(node, env, needs)
                     else:
                         timeline = self._timeline(node.stream)
                         generator = self.generators.of(node.stream)
@@ -259,8 +260,7 @@ class Replay:
             env.update(zip(reads, inner.values(reads, node.index), strict=True))
         with plain_torch(), torch.no_grad():
             if scratch is not None:
-                # Its own memory, if it is at hand: that is overwritten later.
-                own = self._env.get(scratch)
+                own = self._env.get(scratch)  # if at hand: it is overwritten later
                 memory = own if isinstance(own, Tensor) else None
                 env[scratch] = self._scratch.like(scratch, self.device, memory)
             self._executor.call(node, env)

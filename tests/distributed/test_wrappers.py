@@ -120,28 +120,31 @@ def _whole() -> Any:
     return nn.ModuleDict({f"layer{i}": nn.Linear(6, 6) for i in range(4)})
 
 
-def _stage(rank: int) -> dict[str, torch.Tensor]:
+def _stage(rank: int, rng: str) -> dict[str, torch.Tensor]:
     with torch.device("meta"):
         model = _whole()
     for index in range(4):
         if index // 2 != rank:
             del model[f"layer{index}"]
-    di.materialize(model, "cpu", seed=8, rng="by_name")
+    di.materialize(model, "cpu", seed=8, rng=rng)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
-def test_pipeline_stages_made_by_name_agree_with_the_whole(ranks: Ranks) -> None:
+@pytest.mark.parametrize("rng", ["by_name", "fast"])
+def test_pipeline_stages_made_by_name_agree_with_the_whole(
+    ranks: Ranks, rng: str
+) -> None:
     with torch.device("meta"):
         model = _whole()
-    di.materialize(model, "cpu", seed=8, rng="by_name")
-    stages = ranks(2).run(_stage)
+    di.materialize(model, "cpu", seed=8, rng=rng)
+    stages = ranks(2).run(_stage, rng)
     made = {**stages[0], **stages[1]}
     assert list(made) == [name for name, _ in model.named_parameters()]
     for name, value in model.named_parameters():
         assert torch.equal(made[name], value)
 
 
-def _by_name(_rank: int, built: str) -> None:
+def _by_name(_rank: int, built: str, rng: str) -> None:
     warnings.simplefilter("ignore")
 
     def make() -> Any:
@@ -154,22 +157,23 @@ def _by_name(_rank: int, built: str) -> None:
             return make()
 
     expected = deferred()
-    di.materialize(expected, "cpu", seed=8, rng="by_name")
+    di.materialize(expected, "cpu", seed=8, rng=rng)
     model = deferred()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
     state = torch.get_rng_state()
-    di.materialize(model, "cpu", seed=8, rng="by_name")
+    di.materialize(model, "cpu", seed=8, rng=rng)
     assert torch.equal(torch.get_rng_state(), state)
     compare(model, expected)
 
 
+@pytest.mark.parametrize("rng", ["by_name", "fast"])
 @pytest.mark.parametrize("built", ["recorded", "meta"])
 def test_names_give_the_same_values_whatever_the_sharding(
-    ranks: Ranks, built: str
+    ranks: Ranks, built: str, rng: str
 ) -> None:
-    ranks(2).run(_by_name, built)
+    ranks(2).run(_by_name, built, rng)
 
 
 class Counted(nn.Module):
