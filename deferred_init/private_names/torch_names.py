@@ -33,6 +33,11 @@ TORCH_NAMES = (
             "keep a flag, at the price of a gap for interrupts",
         ),
         (
+            "Generator._cdata",
+            "tell generators apart, which are dispatched as new objects",
+            "none: numbers would come from a generator of another seed",
+        ),
+        (
             "UntypedStorage._cdata",
             "tell apart storages on meta, where `data_ptr()` is 0",
             "compare bases and views only",

@@ -9,7 +9,7 @@ import torch
 
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Node, Reseed, Storage, Stream, Value
-from deferred_init.record.watch import is_seeded_state, stream_of
+from deferred_init.record.watch import identity, is_seeded_state, stream_of
 
 __all__ = ["Draw", "append", "append_fill"]
 
@@ -44,7 +44,7 @@ def append(
         nodes.append(node)
     else:
         stream = _before_draw(recording, draw, device)
-        if stream.generator is not None:
+        if draw.generator is not None:  # some overloads insist on one
             kwargs = {**(kwargs or {}), "generator": stream}
         nodes = recording.nodes
         node = Node(len(nodes), call, args, kwargs, (), writes, stream, overwrites)
@@ -80,13 +80,17 @@ def _before_draw(
 ) -> Stream:
     """Find the stream of a draw, and record what happened to its generator."""
     generator = draw.generator
-    if generator is not None and generator is not torch.default_generator:
+    if generator is not None and not _is_default(generator):
         return stream_of(recording, generator)
     if recording.watch is not None:
         recording.watch.before_draw()
     else:
         _after_constructor(recording)
     return recording.stream_on(device)
+
+
+def _is_default(generator: torch.Generator) -> bool:
+    return identity(generator) == identity(torch.default_generator)
 
 
 def _after_constructor(recording: Recording) -> None:

@@ -69,8 +69,8 @@ def _parse(
     if args and isinstance(args[0], Tensor):
         other = args[0]
         return other.device, other.dtype, False, kwargs.get("memory_format")
-    if "other" in kwargs:
-        other = kwargs["other"]
+    if "tensor" in kwargs:
+        other = kwargs["tensor"]
         return other.device, other.dtype, False, kwargs.get("memory_format")
     args = tuple(args)
     rest = {k: v for k, v in kwargs.items() if k != "copy"}

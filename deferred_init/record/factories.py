@@ -168,6 +168,18 @@ def _from_data(
     return result
 
 
+def _new_tensor(
+    mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]
+) -> Any:
+    """Record `Tensor.new_tensor`: `torch.tensor` with the kind and place of another."""
+    owner, *data = args
+    options = {key: value for key, value in kwargs.items() if value is not None}
+    if not data:
+        data = [options.pop("data")]
+    options = {"dtype": owner.dtype, "device": owner.device, **options}
+    return _from_data(mode, torch.tensor, tuple(data), options)
+
+
 def _early_nest(data: Any) -> Any:
     """Compute the deferred tensors in a nest of numbers."""
     if isinstance(data, DeferredTensor):
@@ -206,10 +218,10 @@ def _move(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -
         if parsed and isinstance(parsed[0], Tensor):
             target = parsed[0].device
         else:
-            rest = {k: v for k, v in kwargs.items() if k not in ("copy", "other")}
+            rest = {k: v for k, v in kwargs.items() if k not in ("copy", "tensor")}
             target = torch._C._nn._parse_to(*parsed[:3], **rest)[0]
-            if "other" in kwargs:
-                target = kwargs["other"].device
+            if "tensor" in kwargs:
+                target = kwargs["tensor"].device
     if target is None or target.type in ("cpu", "meta") or tensor.device == _META:
         return func(*args, **kwargs)
     place = mode.operations.normal(target)
@@ -233,6 +245,7 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         _factory,
     ),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
+    torch.Tensor.new_tensor: _new_tensor,
     **dict.fromkeys((torch.from_numpy, torch.frombuffer), _shared),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda), _move),
 }

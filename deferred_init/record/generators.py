@@ -10,6 +10,7 @@ from torch import Tensor
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Reseed, Stream
 from deferred_init.record.paused import index_of
+from deferred_init.record.watch import identity
 
 __all__ = ["Generators", "default_generator", "seeded_state"]
 
@@ -81,11 +82,11 @@ class Generators:
     def settle_explicit(self) -> None:
         """Bring the caller's own generators where eager would have left them."""
         latest = {
-            stream.generator: stream
+            identity(stream.generator): (stream.generator, stream)
             for stream in self._recording.streams.values()
             if stream.generator is not None
         }
-        for generator, stream in latest.items():
+        for generator, stream in latest.values():
             here = generator.get_state()
             if stream.start is not None and torch.equal(here, stream.start):
                 generator.set_state(self.of(stream).get_state())

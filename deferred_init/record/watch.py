@@ -19,7 +19,12 @@ from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Reseed, Rewind, Stream
 from deferred_init.record.problems import RecordError
 
-__all__ = ["GeneratorWatch", "is_seeded_state", "stream_of"]
+__all__ = ["GeneratorWatch", "identity", "is_seeded_state", "stream_of"]
+
+
+def identity(generator: torch.Generator) -> int:
+    """Return what tells generators apart: a dispatched one comes as a new object."""
+    return int(generator._cdata)  # type: ignore[attr-defined]
 
 
 def is_seeded_state(state: Tensor, seed: int) -> bool:
@@ -80,7 +85,7 @@ class GeneratorWatch:
         if stream.generator is None:
             self._default.renew(torch.default_generator, position)
         else:
-            tokens = self._explicit[id(stream.generator)][1]
+            tokens = self._explicit[identity(stream.generator)][1]
             tokens.renew(stream.generator, position)
 
     def close(self) -> None:
@@ -92,7 +97,7 @@ class GeneratorWatch:
 
     def explicit(self, generator: torch.Generator) -> Stream:
         """Return the stream of an explicit generator, a new one after a reseed."""
-        entry = self._explicit.get(id(generator))
+        entry = self._explicit.get(identity(generator))
         if entry is not None:
             _, tokens, _, stream = entry
             seed = generator.initial_seed()
@@ -107,7 +112,7 @@ class GeneratorWatch:
         state = generator.get_state()
         stream = Stream(generator.device, generator, state)
         tokens = _Tokens(generator, 0)
-        self._explicit[id(generator)] = (generator, tokens, state, stream)
+        self._explicit[identity(generator)] = (generator, tokens, state, stream)
         self._recording.streams[stream] = stream
         return stream
 
@@ -117,7 +122,7 @@ def stream_of(recording: Recording, generator: torch.Generator) -> Stream:
     if recording.watch is not None:
         stream: Stream = recording.watch.explicit(generator)
         return stream
-    key = ("explicit", id(generator))
+    key = ("explicit", identity(generator))
     known = recording.streams.get(key)
     state = generator.get_state()
     if known is not None and torch.equal(_seen(known), state):
