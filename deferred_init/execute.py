@@ -93,8 +93,7 @@ def run_steps(
                 else:
                     with policy.step(step):
                         sessions.run(step)
-                for slot in final:
-                    workspace.finish(slot)
+                workspace.finish(final)
             except Exception as error:
                 name = step.site.fqn or type(step.site.module).__name__
                 raise MaterializeError(

@@ -7,6 +7,7 @@ containers and that `named_modules()` therefore never shows.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,7 +24,9 @@ _ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
 _ATOM_TYPES = frozenset(
     {int, float, complex, str, bytes, bool, type(None), type, torch.dtype}
     | {torch.device, torch.Size, type(lambda: 0), type(len), range, slice}
+    | {types.MethodType, types.ModuleType}
 )
+_BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 8
 # What FSDP2 keeps of its own; brought up to date by its refresher.
@@ -114,11 +117,15 @@ class _Walk:
         for name, child in module._modules.items():
             if child is not None:
                 frame.queue.append((child, _join(fqn, name), registered))
-        for name, value in vars(module).items():
-            if name.startswith(_WRAPPER_STATE):
-                continue
-            if name not in _MODULE_INTERNALS and type(value) not in _ATOM_TYPES:
-                self._look(frame, name, vars(module), name, value, 0)
+        attributes = vars(module)
+        for name, value in attributes.items():
+            if (
+                type(value) not in _ATOM_TYPES
+                and name not in _MODULE_INTERNALS
+                and (type(value) not in _BUILT_IN or value)
+                and not name.startswith(_WRAPPER_STATE)
+            ):
+                self._look(frame, name, attributes, name, value, 0)
         frame.slots = tuple(self.slots[start:])
         return frame
 
@@ -178,13 +185,12 @@ class _Walk:
             items = _items(value)
             if items is None:
                 return
-            self._seen_objects.add(id(value))
             inner, pairs = items
+            if not pairs:
+                return
+            self._seen_objects.add(id(value))
             for item_key, label, item in pairs:
-                if type(item) not in _ATOM_TYPES:
-                    self._look(
-                        frame, f"{name}{label}", inner, item_key, item, depth + 1
-                    )
+                self._look(frame, f"{name}{label}", inner, item_key, item, depth + 1)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -224,22 +230,36 @@ def _is_looked_into(own: type) -> bool:
 
 
 def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
-    """Return a container and its (key, label, item) triples, or None for a leaf."""
-    if isinstance(value, Mapping):
-        return value, [(k, f"[{k!r}]", v) for k, v in list(value.items())]
+    """Return a container and its (key, label, item) triples, or None for a leaf.
+
+    Items that hold nothing are left out.
+    """
+    own = type(value)
+    if own is dict or (own not in _BUILT_IN and isinstance(value, Mapping)):
+        keyed = list(value.items())
+        return value, [(k, f"[{k!r}]", v) for k, v in keyed if _may_hold(v)]
     if isinstance(value, (list, tuple)):
-        return value, [(i, f"[{i}]", v) for i, v in enumerate(value)]
+        numbered = enumerate(value)
+        return value, [(i, f"[{i}]", v) for i, v in numbered if _may_hold(v)]
     if isinstance(value, (set, frozenset)):
         frozen = tuple(value)
-        return frozen, [(i, "{...}", v) for i, v in enumerate(frozen)]
+        numbered = enumerate(frozen)
+        return frozen, [(i, "{...}", v) for i, v in numbered if _may_hold(v)]
     if isinstance(value, _ATOMS):
         return None
-    if callable(value) and not _is_looked_into(type(value)):
+    if callable(value) and not _is_looked_into(own):
         return None
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
         return None
-    return attributes, [(k, f".{k}", v) for k, v in list(attributes.items())]
+    named = list(attributes.items())
+    return attributes, [(k, f".{k}", v) for k, v in named if _may_hold(v)]
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether it is worth looking at an item of a container."""
+    own = type(value)
+    return own not in _ATOM_TYPES and (own not in _BUILT_IN or bool(value))
 
 
 def _join(prefix: str, name: str) -> str:

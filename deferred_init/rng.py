@@ -85,11 +85,6 @@ class Eager:
 
     name = "eager"
 
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
-        """Run one step."""
-        yield
-
 
 class ByName:
     """Seed before each random operation, from the seed and the tensor's name.

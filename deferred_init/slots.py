@@ -66,7 +66,9 @@ class Slot:
 
     def read(self) -> Any:
         """Return what the place holds now."""
-        if isinstance(self.container, (Mapping, Sequence)):
+        if type(self.container) is dict or isinstance(
+            self.container, (Mapping, Sequence)
+        ):
             return self.container[self.key]
         return vars(self.container)[self.key]
 
@@ -77,7 +79,9 @@ class Slot:
             TypeError: If the place is an item of a tuple or another immutable
                 container.
         """
-        if isinstance(self.container, (MutableMapping, list)):
+        if type(self.container) is dict or isinstance(
+            self.container, (MutableMapping, list)
+        ):
             self.container[self.key] = tensor
         elif isinstance(self.container, (Mapping, Sequence)):
             raise TypeError(f"`{self.fqn}` is an item of an immutable container")

@@ -15,20 +15,22 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deferred_init.audit.kinds import Kind, kind_of, parts_of
+from deferred_init.audit.kinds import BUILT_IN, Kind, atoms, kind_of, parts_of
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
-_HOOK_TABLES = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
+_HOOK_TABLES = frozenset(
+    {
+        "_forward_hooks",
+        "_forward_pre_hooks",
+        "_backward_hooks",
+        "_backward_pre_hooks",
+        "_state_dict_hooks",
+        "_state_dict_pre_hooks",
+        "_load_state_dict_pre_hooks",
+        "_load_state_dict_post_hooks",
+    }
 )
 _WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32
@@ -158,7 +160,7 @@ class _Walk:
 
     def anything(self, value: object, label: str, scope: str) -> None:
         """Look at a value of any kind, and at all that it holds."""
-        self._values([(value, label, label, 0)], None, scope)
+        self._values([(value, label, 0)], None, "", scope)
 
     def _module(self, found: ModulePlace) -> None:
         fqn, module, scope = found
@@ -167,77 +169,83 @@ class _Walk:
         for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
             for name, tensor in attributes[table].items():
                 if tensor is not None:
-                    self._tensor(tensor, prefix + name, kind, module, name, scope)
-        rest: list[tuple[object, str, str, int]] = []
-        if any(map(attributes.get, _HOOK_TABLES)):
-            rest.extend(
-                (attributes[name], prefix + name, name, 0)
-                for name in _HOOK_TABLES
-                if attributes.get(name)
-            )
-        for name, value in attributes.items():
-            if (
-                name not in _MODULE_INTERNALS
-                and kind_of(value) is not Kind.ATOM
-                and not name.startswith(_WRAPPER_STATE)
-            ):
-                rest.append((value, prefix + name, name, 0))
-        for name, value in parts_of(module, Kind.SLOTS):
-            rest.append((value, prefix + name[1:], name[1:], 0))
+                    self._tensor(tensor, kind, module, prefix, name, scope)
+        known = atoms()
+        rest = [
+            (value, name, 0)
+            for name, value in attributes.items()
+            if type(value) not in known
+            and (name not in _MODULE_INTERNALS or (name in _HOOK_TABLES and value))
+            and (type(value) not in BUILT_IN or value)
+            and not name.startswith(_WRAPPER_STATE)
+        ]
+        rest += [(value, name[1:], 0) for name, value in parts_of(module, Kind.SLOTS)]
         if rest:
-            self._values(rest, module, scope)
+            self._values(rest, module, prefix, scope)
 
     def _values(
         self,
-        rest: list[tuple[object, str, str, int]],
+        rest: list[tuple[object, str, int]],
         owner: nn.Module | None,
+        prefix: str,
         scope: str,
     ) -> None:
-        """Look at values and, without recursion, at what they hold."""
+        """Look at values and, without recursion, at what they hold.
+
+        Args:
+            rest: The values, each with its name within the owner and its depth.
+            owner: The module that they belong to, or None.
+            prefix: What turns the names into qualified ones.
+            scope: `model`, `optimizer` or `holder`.
+        """
         rest.reverse()
+        seen = self._seen
         while rest:
-            value, fqn, name, depth = rest.pop()
+            value, name, depth = rest.pop()
             kind = kind_of(value)
             if kind is Kind.ATOM:
                 continue
             if kind is Kind.TENSOR:
                 assert isinstance(value, Tensor)
-                self._tensor(value, fqn, "attribute", owner, name, scope)
+                self._tensor(value, "attribute", owner, prefix, name, scope)
             elif kind is Kind.MODULE:
                 assert isinstance(value, nn.Module)
-                self.tree(value, fqn, scope)
-            elif id(value) not in self._seen and depth < _MAX_DEPTH:
-                self._seen.add(id(value))
-                self._keep.append(value)
+                self.tree(value, prefix + name, scope)
+            elif id(value) not in seen and depth < _MAX_DEPTH:
                 if kind is Kind.CACHE:
-                    self.graph.caches.append((fqn, value))
-                rest.extend(
-                    (part, fqn + label, name + label, depth + 1)
-                    for label, part in reversed(list(parts_of(value, kind)))
-                )
+                    self.graph.caches.append((prefix + name, value))
+                parts = parts_of(value, kind)
+                if parts or kind is Kind.CACHE:
+                    seen.add(id(value))
+                    self._keep.append(value)
+                    depth += 1
+                    rest += [
+                        (part, name + label, depth) for label, part in reversed(parts)
+                    ]
 
     def _tensor(
         self,
         tensor: Tensor,
-        fqn: str,
         kind: str,
         owner: nn.Module | None,
+        prefix: str,
         name: str,
         scope: str,
     ) -> None:
+        fqn = prefix + name
         self.graph.places.append(Place(fqn, kind, tensor, owner, name, scope))
         if id(tensor) in self._seen_tensors:
             return
         self._seen_tensors.add(id(tensor))
         carried = tensor.__dict__
         if carried:
-            rest: list[tuple[object, str, str, int]] = [
-                (value, f"{fqn}.{key}", f"{name}.{key}", 1)
+            rest: list[tuple[object, str, int]] = [
+                (value, f"{name}.{key}", 1)
                 for key, value in carried.items()
                 if kind_of(value) is not Kind.ATOM
             ]
             if rest:
-                self._values(rest, owner, scope)
+                self._values(rest, owner, prefix, scope)
         if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
             grad = tensor.grad
             self._keep.append(grad)

@@ -7,13 +7,13 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Kind", "kind_of", "parts_of", "register_cache"]
+__all__ = ["BUILT_IN", "Kind", "atoms", "kind_of", "parts_of", "register_cache"]
 
 
 class Kind(enum.Enum):
@@ -65,7 +65,10 @@ _SIMPLE = (
     (functools.partial, Kind.PARTIAL),
     (types.CellType, Kind.CELL),
 )
+BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
+"""Containers that hold nothing but their items."""
 _known: dict[type, Kind] = {}
+_atom_types: set[type] = set()
 _cached: dict[type, frozenset[str]] = {}
 _members: dict[type, tuple[tuple[str, types.MemberDescriptorType], ...]] = {}
 
@@ -88,50 +91,84 @@ def kind_of(value: object) -> Kind:
     return _classify(type(value)) if found is None else found
 
 
-def parts_of(value: Any, kind: Kind) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, each part with the label that leads to it."""
+def atoms() -> Set[type]:
+    """Return the types, among those seen so far, that nothing is looked for in.
+
+    For loops over many values, which ask `kind_of` about the others only.
+    """
+    return _atom_types
+
+
+def parts_of(value: Any, kind: Kind) -> list[tuple[str, object]]:
+    """List what an object holds, each part with the label that leads to it.
+
+    Atoms of types that were met before are left out. Lists and not generators, as
+    most objects hold little or nothing, and there are tens of each module.
+    """
+    own = type(value)
+    if own in BUILT_IN and not value:
+        return []
+    found: list[tuple[str, object]] = []
     if kind is Kind.DICT:
         items = dict.items(value) if isinstance(value, dict) else value.items()
-        for key, item in list(items):
-            yield f"[{key!r}]" if type(key) in (str, int) else "[...]", item
+        found = [
+            (f"[{key!r}]" if type(key) in (str, int) else "[...]", item)
+            for key, item in items
+            if type(item) not in _atom_types
+        ]
     elif kind is Kind.SEQUENCE:
-        for index, item in enumerate(_sequence_iter(value)):
-            yield f"[{index}]", item
+        found = [
+            (f"[{index}]", item)
+            for index, item in enumerate(_sequence_iter(value))
+            if type(item) not in _atom_types
+        ]
     elif kind is Kind.SET:
-        for item in set.copy(value) if isinstance(value, set) else tuple(value):
-            yield "{...}", item
+        items = set.copy(value) if isinstance(value, set) else tuple(value)
+        found = [("{...}", item) for item in items if type(item) not in _atom_types]
     elif kind is Kind.FUNCTION:
-        for name, cell in zip(
-            value.__code__.co_freevars, value.__closure__ or (), strict=True
-        ):
-            yield f".<{name}>", cell
-        yield ".__defaults__", value.__defaults__
-        yield ".__kwdefaults__", value.__kwdefaults__
+        found = _function_parts(value)
     elif kind is Kind.METHOD:
-        yield ".__self__", value.__self__
-        yield ".__func__", value.__func__
+        return [(".__self__", value.__self__), (".__func__", value.__func__)]
     elif kind is Kind.PARTIAL:
-        yield ".func", value.func
-        yield ".args", value.args
-        yield ".keywords", value.keywords
+        found = [
+            (".func", value.func),
+            (".args", value.args),
+            (".keywords", value.keywords),
+        ]
     elif kind is Kind.CELL:
-        try:
-            yield "", value.cell_contents
-        except ValueError:  # an empty cell
-            return
+        return _cell_parts("", value)
     elif kind is Kind.SLOTS:
-        yield from _slot_parts(value)
+        return _slot_parts(value)
+    if own in BUILT_IN:
+        return found
+    attributes = _dict_parts(value)
     if kind is Kind.CACHE:
-        skipped = next(_cached[b] for b in type(value).__mro__ if b in _cached)
-        yield from (
-            (label, part)
-            for label, part in _dict_parts(value)
-            if label[1:] not in skipped
-        )
-    elif kind not in (Kind.SLOTS, Kind.METHOD, Kind.CELL):
-        yield from _dict_parts(value)
+        skipped = next(_cached[b] for b in own.__mro__ if b in _cached)
+        return [part for part in attributes if part[0][1:] not in skipped]
+    found += attributes
     if kind is Kind.OBJECT:
-        yield from _slot_parts(value)
+        found += _slot_parts(value)
+    return found
+
+
+def _function_parts(value: Any) -> list[tuple[str, object]]:
+    found: list[tuple[str, object]] = []
+    if value.__closure__:
+        names = value.__code__.co_freevars
+        for name, cell in zip(names, value.__closure__, strict=True):
+            found += _cell_parts(f".<{name}>", cell)
+    if value.__defaults__:
+        found.append((".__defaults__", value.__defaults__))
+    if value.__kwdefaults__:
+        found.append((".__kwdefaults__", value.__kwdefaults__))
+    return found
+
+
+def _cell_parts(label: str, cell: types.CellType) -> list[tuple[str, object]]:
+    try:
+        return [(label, cell.cell_contents)]
+    except ValueError:  # an empty cell
+        return []
 
 
 def _classify(own: type) -> Kind:
@@ -150,6 +187,8 @@ def _classify(own: type) -> Kind:
             if any(package == p or package.startswith(f"{p}.") for p in _OPAQUE):
                 kind = Kind.ATOM
     _known[own] = kind
+    if kind is Kind.ATOM:
+        _atom_types.add(own)
     return kind
 
 
@@ -161,27 +200,32 @@ def _sequence_iter(value: Any) -> Iterator[object]:
     return iter(list(collections.deque.__iter__(value)))
 
 
-def _dict_parts(value: object) -> Iterator[tuple[str, object]]:
+def _dict_parts(value: object) -> list[tuple[str, object]]:
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        return
-    if type(attributes) is dict:
-        for name, item in list(attributes.items()):
-            if kind_of(item) is not Kind.ATOM:
-                yield f".{name}", item
+        return []
+    if type(attributes) is not dict or not attributes:
+        return []
+    return [
+        (f".{name}", item)
+        for name, item in attributes.items()
+        if type(item) not in _atom_types
+    ]
 
 
-def _slot_parts(value: object) -> Iterator[tuple[str, object]]:
+def _slot_parts(value: object) -> list[tuple[str, object]]:
     own = type(value)
     members = _members.get(own)
     if members is None:
         members = _members[own] = tuple(_slot_members(own))
+    found: list[tuple[str, object]] = []
     for label, member in members:
         try:
-            yield label, member.__get__(value, own)
+            found.append((label, member.__get__(value, own)))
         except AttributeError:  # not set
             continue
+    return found
 
 
 def _slot_members(own: type) -> Iterator[tuple[str, types.MemberDescriptorType]]:

@@ -12,8 +12,8 @@ to them, so that only one at a time exists in high precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -27,6 +27,7 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, has_user_rule
+from deferred_init.record.paused import without_default_device
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.grouped import (
     adopt_or_merge,
@@ -55,6 +56,11 @@ from deferred_init.te.rng_trackers import tracker_restorer
 
 __all__ = ["TEModuleInit", "adopt_made"]
 
+# Of `torch.nn.init`, those that allocate nothing on the default device.
+_IN_PLACE = frozenset(
+    {"normal_", "uniform_", "trunc_normal_", "constant_", "ones_", "zeros_"}
+    | {"xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"}
+)
 _TP_ATTRIBUTES = (
     "tensor_model_parallel",
     "partition_dim",
@@ -118,6 +124,16 @@ class TEModuleInit:
             with choice.grad_mode():
                 _run_grouped(step, workspace, quantized=choice.quantized)
             return
+        if not choice.quantized and _is_dense(step):
+            with (
+                torch.no_grad(),
+                _kept_init_functions(module),
+                workspace.filling(step),
+                _quietly(module),
+            ):
+                module.reset_parameters()
+                _prefer_all_carried(claim.slots)
+            return
         late = [s for s in claim.slots if choice.quantized and _is_weight(s)]
         early = [s for s in claim.slots if s not in late and not _is_state(s)]
         loaded = [
@@ -136,8 +152,7 @@ class TEModuleInit:
             _set_aside(loaded),
         ):
             module.reset_parameters()
-            for slot in early:
-                _prefer_carried(slot, slot.read())
+            _prefer_all_carried(early)
             for slot in late:
                 adopt_made(slot, workspace)
 
@@ -210,6 +225,24 @@ def _is_weight(slot: Slot) -> bool:
     )
 
 
+def _is_dense(step: Step) -> bool:
+    """Whether a step makes ordinary parameters, of a module with no others."""
+    return not any(map(_is_state, step.claim.slots)) and not any(
+        is_quantized(slot.tensor) for slot in step.site.slots
+    )
+
+
+def _quietly(module: Any) -> AbstractContextManager[object]:
+    """Leave out the default device where all init functions are torch's or TE's."""
+    for meta in module.param_init_meta.values():
+        source = getattr(meta.init_fn, "__module__", None) or ""
+        of_torch = source == "torch.nn.init" and meta.init_fn.__name__ in _IN_PLACE
+        of_te = source.startswith("transformer_engine.")
+        if not (of_torch or of_te) or meta.get_rng_state_tracker is not None:
+            return nullcontext()
+    return without_default_device()
+
+
 def _split_problem(module: Any, choice: Choice, label: str) -> tuple[str, ...]:
     if not choice.quantized or len(getattr(module, "weight_names", ())) < 2:
         return ()
@@ -234,6 +267,12 @@ def _grouped_problem(
         f"{label} joins its parameters into one, but {len(real)} of them ({real[0]}, "
         "...) have values already: load all of them, or none",
     )
+
+
+def _prefer_all_carried(slots: Iterable[Slot]) -> None:
+    for slot in slots:
+        if slot.tensor.__dict__:
+            _prefer_carried(slot, slot.read())
 
 
 def _prefer_carried(slot: Slot, made: Tensor | None) -> None:

@@ -20,6 +20,7 @@ from torch.nn.modules.rnn import RNNCellBase
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.record.paused import without_default_device
 from deferred_init.reparametrized import is_reparametrized
 from deferred_init.slots import ModuleSite, Slot
 
@@ -92,7 +93,7 @@ class TorchNN:
     def run(self, step: Step, workspace: Workspace) -> None:
         """Fill in place; on CUDA, lay an RNN's weights out as its constructor does."""
         module = step.site.module
-        with workspace.filling(step):
+        with workspace.filling(step), without_default_device():
             getattr(module, "reset_parameters")()  # noqa: B009 - typed as a Tensor
         if isinstance(module, nn.RNNBase) and workspace.request.device.type == "cuda":
             module.flatten_parameters()

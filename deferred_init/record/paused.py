@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
 __all__ = ["index_of", "no_dispatch", "no_function_modes", "plain_torch"]
+__all__ += ["without_default_device"]
 
 
 def index_of(device: torch.device) -> int | None:
@@ -26,3 +27,13 @@ def plain_torch() -> Iterator[None]:
     """Switch off function and dispatch modes: what runs here is plain torch."""
     with no_function_modes(), no_dispatch():
         yield
+
+
+def without_default_device() -> AbstractContextManager[object]:
+    """Switch off `torch.device(...)` as a context, for code that cannot notice.
+
+    For init functions of torch itself, which allocate nothing without naming the
+    device. Any other function mode than that one stays in force.
+    """
+    alone = torch._C._len_torch_function_stack() <= 1
+    return no_function_modes() if alone else nullcontext()

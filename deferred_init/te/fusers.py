@@ -11,7 +11,9 @@ somebody else may hold is also put right in place.
 
 from __future__ import annotations
 
+import enum
 import functools
+import logging
 import types
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -29,7 +31,11 @@ __all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameter
 _ATOMS = (
     *(str, bytes, int, float, complex, bool, type(None), type, types.ModuleType),
     *(torch.dtype, torch.device, torch.Size, torch.Generator),
+    *(enum.Enum, types.BuiltinFunctionType, logging.Logger),
 )
+_BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
+_leaf_types: dict[type, bool] = {}
+_MAX_TYPES = 1024  # it keeps types alive
 _SKIPPED = frozenset(vars(nn.Module())) - {"_modules"}
 _MAX_DEPTH = 16
 
@@ -79,42 +85,57 @@ def find_fusers(roots: Iterable[Any]) -> Iterator[OperationFuser]:
     Looks into attributes, lists, dicts, sets, closures, partials and bound methods.
     """
     seen: set[int] = set()
-    stack: list[tuple[Any, int]] = [(root, 0) for root in roots]
-    while stack:
-        value, depth = stack.pop()
-        if id(value) in seen or isinstance(value, (Tensor, *_ATOMS)):
-            continue
-        seen.add(id(value))
-        if isinstance(value, OperationFuser):
-            yield value
-            continue
-        if depth < _MAX_DEPTH:
-            stack.extend((part, depth + 1) for part in _parts(value))
-
-
-def _parts(value: Any) -> Iterator[Any]:
-    if isinstance(value, nn.Module):
-        for name, part in vars(value).items():
-            if name not in _SKIPPED:
-                yield part
-    elif isinstance(value, Mapping):
-        yield from list(value.values())
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        yield from list(value)
-    elif isinstance(value, types.FunctionType):
-        for cell in value.__closure__ or ():
-            try:
-                yield cell.cell_contents
-            except ValueError:  # an empty cell
+    level = list(roots)
+    for _ in range(_MAX_DEPTH + 1):
+        below: list[Any] = []
+        for value in level:
+            if id(value) in seen:
                 continue
-        yield value.__defaults__
-        yield value.__kwdefaults__
-    elif isinstance(value, functools.partial):
-        yield from (value.func, value.args, value.keywords)
-    elif isinstance(value, types.MethodType):
-        yield value.__self__
-    elif not type(value).__module__.startswith("torch."):
-        yield from list(getattr(value, "__dict__", {}).values())
+            seen.add(id(value))
+            if isinstance(value, OperationFuser):
+                yield value
+            else:
+                below += filter(_may_lead, _parts(value))
+        level = below
+
+
+def _may_lead(value: Any) -> bool:
+    """Whether a value has parts; by its type, which is remembered."""
+    own = type(value)
+    if own in _BUILT_IN:
+        return bool(value)
+    known = _leaf_types.get(own)
+    if known is None:
+        if len(_leaf_types) >= _MAX_TYPES:
+            _leaf_types.clear()
+        known = _leaf_types[own] = issubclass(own, (Tensor, *_ATOMS))
+    return not known
+
+
+def _parts(value: Any) -> Iterable[Any]:
+    if isinstance(value, nn.Module):
+        return [part for name, part in vars(value).items() if name not in _SKIPPED]
+    if isinstance(value, types.FunctionType):
+        return [*_cells(value), value.__defaults__, value.__kwdefaults__]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return list(value)
+    if isinstance(value, Mapping):
+        return list(value.values())
+    if isinstance(value, functools.partial):
+        return (value.func, value.args, value.keywords)
+    if isinstance(value, types.MethodType):
+        return (value.__self__,)
+    if not type(value).__module__.startswith("torch."):
+        return list(getattr(value, "__dict__", {}).values())
+    return ()
+
+
+def _cells(function: types.FunctionType) -> Iterator[Any]:
+    for cell in function.__closure__ or ():
+        try:
+            yield cell.cell_contents
+        except ValueError:  # an empty cell
+            continue
 
 
 def parameters_by_op(fuser: Any) -> list[list[nn.Parameter]]:

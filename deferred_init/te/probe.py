@@ -92,10 +92,15 @@ def is_quantized(tensor: object) -> bool:
 
     By name, as the module that defines their base class has moved (2.9).
     """
+    return _is_quantized_type(type(tensor))
+
+
+@functools.lru_cache(maxsize=256)
+def _is_quantized_type(kind: type) -> bool:
     return any(
         base.__name__ in ("QuantizedTensor", "QuantizedTensorStorage")
         and base.__module__.startswith("transformer_engine")
-        for base in type(tensor).__mro__
+        for base in kind.__mro__
     )
 
 
