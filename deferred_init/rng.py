@@ -14,7 +14,7 @@ import hashlib
 import random
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,7 @@ from deferred_init.handlers.protocol import Step
 __all__ = ["BY_NAME", "POLICIES", "ByName", "Eager", "GeneratorSnapshot", "NamedDraws"]
 __all__ += ["canonical_name", "seed_all", "seed_for_name"]
 
+_NOTHING = nullcontext()
 POLICIES = ("eager", "by_name", "fast")
 BY_NAME = frozenset({"by_name", "fast"})
 """Policies whose values depend on names and a seed, and on no order."""
@@ -84,6 +85,10 @@ class Eager:
     """Leave the stream alone: the order of the steps is what makes it right."""
 
     name = "eager"
+
+    def step(self, step: Step) -> AbstractContextManager[None]:
+        """Run one step."""
+        return _NOTHING
 
 
 class ByName:

@@ -92,11 +92,12 @@ def is_quantized(tensor: object) -> bool:
 
     By name, as the module that defines their base class has moved (2.9).
     """
-    return _is_quantized_type(type(tensor))
+    kind: Any = type(tensor)
+    return _is_quantized_type(kind)
 
 
 @functools.lru_cache(maxsize=256)
-def _is_quantized_type(kind: type) -> bool:
+def _is_quantized_type(kind: Any) -> bool:
     return any(
         base.__name__ in ("QuantizedTensor", "QuantizedTensorStorage")
         and base.__module__.startswith("transformer_engine")
