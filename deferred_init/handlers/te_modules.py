@@ -13,7 +13,7 @@ to them, so that only one at a time exists in high precision.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -27,7 +27,6 @@ from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, has_user_rule
-from deferred_init.record.paused import without_default_device
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.grouped import (
     adopt_or_merge,
@@ -38,6 +37,7 @@ from deferred_init.te.grouped import (
 )
 from deferred_init.te.init_records import (
     has_record,
+    init_context,
     is_of_te,
     kept_init_records,
     record_of,
@@ -56,11 +56,6 @@ from deferred_init.te.rng_trackers import tracker_restorer
 
 __all__ = ["TEModuleInit", "adopt_made"]
 
-# Of `torch.nn.init`, those that allocate nothing on the default device.
-_IN_PLACE = frozenset(
-    {"normal_", "uniform_", "trunc_normal_", "constant_", "ones_", "zeros_"}
-    | {"xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"}
-)
 _TP_ATTRIBUTES = (
     "tensor_model_parallel",
     "partition_dim",
@@ -127,9 +122,9 @@ class TEModuleInit:
         if not choice.quantized and _is_dense(step):
             with (
                 torch.no_grad(),
-                _kept_init_functions(module),
                 workspace.filling(step),
-                _quietly(module),
+                kept_init_records(module),
+                init_context(module),
             ):
                 module.reset_parameters()
                 _prefer_all_carried(claim.slots)
@@ -230,17 +225,6 @@ def _is_dense(step: Step) -> bool:
     return not any(map(_is_state, step.claim.slots)) and not any(
         is_quantized(slot.tensor) for slot in step.site.slots
     )
-
-
-def _quietly(module: Any) -> AbstractContextManager[object]:
-    """Leave out the default device where all init functions are torch's or TE's."""
-    for meta in module.param_init_meta.values():
-        source = getattr(meta.init_fn, "__module__", None) or ""
-        of_torch = source == "torch.nn.init" and meta.init_fn.__name__ in _IN_PLACE
-        of_te = source.startswith("transformer_engine.")
-        if not (of_torch or of_te) or meta.get_rng_state_tracker is not None:
-            return nullcontext()
-    return without_default_device()
 
 
 def _split_problem(module: Any, choice: Choice, label: str) -> tuple[str, ...]:

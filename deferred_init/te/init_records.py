@@ -15,17 +15,24 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["has_record", "is_of_te", "kept_init_records", "record_of"]
+from deferred_init.record.paused import without_default_device
+
+__all__ = ["has_record", "init_context", "is_of_te", "kept_init_records", "record_of"]
 __all__ += ["remember_init_records"]
 
 _NAMES = re.compile(r"(layer_norm_|fc1_|fc2_)?(weight|bias)\d*")
 _DEFAULT = "init_method_normal.<locals>."
+# Of `torch.nn.init`, those that allocate nothing on the default device.
+_IN_PLACE = frozenset(
+    {"normal_", "uniform_", "trunc_normal_", "constant_", "ones_", "zeros_"}
+    | {"xavier_normal_", "xavier_uniform_", "kaiming_normal_", "kaiming_uniform_"}
+)
 _records: WeakKeyDictionary[nn.Module, dict[str, Any]] = WeakKeyDictionary()
 
 
@@ -71,6 +78,17 @@ def kept_init_records(module: Any) -> Iterator[None]:
             module._parameters.clear()
             module._parameters.update({name: now.pop(name) for name in order})
             module._parameters.update(now)
+
+
+def init_context(module: Any) -> AbstractContextManager[object]:
+    """Leave out the default device where all init functions are torch's or TE's."""
+    for record in module.param_init_meta.values():
+        source = getattr(record.init_fn, "__module__", None) or ""
+        of_torch = source == "torch.nn.init" and record.init_fn.__name__ in _IN_PLACE
+        of_te = source.startswith("transformer_engine.")
+        if not (of_torch or of_te) or record.get_rng_state_tracker is not None:
+            return nullcontext()
+    return without_default_device()
 
 
 def is_of_te(module: Any, name: str) -> bool:
