@@ -262,6 +262,7 @@ COLUMNS = (
     "first ms",
     *STAGES.values(),
     "kernels",
+    "normal_",
     "ratio",
 )
 
@@ -279,7 +280,7 @@ def _line(result: dict[str, Any]) -> str:
     numbers += [result[stage] * each for stage in STAGES.values()]
     kernels = result.get("kernels_s")
     if kernels:
-        numbers.append(kernels * 1e3)
+        numbers += [kernels * 1e3, result["normal_s"] * 1e3]
     cells = [f"{result['tensors']:.0f}", *(f"{number:.1f}" for number in numbers)]
     if kernels:
         cells.append(f"{total / kernels:.2f}")
