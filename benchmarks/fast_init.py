@@ -60,16 +60,13 @@ def ways(tune: bool) -> Iterator[tuple[str, Way]]:
         yield f"fast {name}", partial(fill, distribution=distribution, key=KEY)
     if not tune:
         return
-    for block, warps in CUTS:
-        for rounds in (7, 10):
-            yield (
-                f"fast normal {rounds} rounds, {block} x {warps}",
-                _cut(NORMAL, block, warps, rounds),
-            )
-        if block <= 2048:
-            for name, distribution in (("uniform", UNIFORM), ("truncated", TRUNCATED)):
-                way = _cut(distribution, block, warps, ROUNDS)
-                yield f"fast {name} {ROUNDS} rounds, {block} x {warps}", way
+    cuts = [("normal", NORMAL, *cut, 7) for cut in CUTS]
+    cuts += [("normal", NORMAL, *cut, 10) for cut in CUTS[1::3]]
+    cuts += [("uniform", UNIFORM, *cut, 7) for cut in CUTS[::4]]
+    cuts += [("truncated", TRUNCATED, *cut, 7) for cut in CUTS[::4]]
+    for name, distribution, block, warps, rounds in cuts:
+        label = f"{name}, {rounds} rounds, {block} x {warps}"
+        yield label, _cut(distribution, block, warps, rounds)
 
 
 def _cut(distribution: Distribution, block: int, warps: int, rounds: int) -> Way:

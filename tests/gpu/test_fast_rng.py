@@ -94,8 +94,14 @@ def test_other_values_are_nearly_those_of_the_cpu(distribution: Any) -> None:
         assert torch.equal(low, made.to(dtype))  # rounded once, to nearest
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("distribution", [Normal(), Uniform(), TruncatedNormal()])
+@pytest.mark.parametrize(
+    ("distribution", "dtype"),
+    [
+        (Normal(), torch.bfloat16),
+        (TruncatedNormal(), torch.bfloat16),
+        (Uniform(), torch.float32),
+    ],
+)
 def test_windows_have_the_values_of_the_whole(distribution: Any, dtype: Any) -> None:
     whole = _made(distribution, dtype)
     for window in (
