@@ -147,7 +147,8 @@ def new_bytes(
     if group.shared:
         return group.num_bytes
     stored = representation_of(slot, claim)
-    return _bytes(slot, stored, tuple(slot.tensor.shape), request)
+    here = getattr(slot.tensor, "_local_tensor", slot.tensor) if stored else slot.tensor
+    return _bytes(slot, stored, tuple(here.shape), request)
 
 
 def representation_of(slot: Slot, claim: Claim) -> Representation | None:

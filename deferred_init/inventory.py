@@ -8,7 +8,7 @@ containers and that `named_modules()` therefore never shows.
 from __future__ import annotations
 
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from deferred_init.aliases import group_by_storage
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 
-__all__ = ["look_into", "take_inventory"]
+__all__ = ["leave_out", "look_into", "take_inventory"]
 
 _ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
 _ATOM_TYPES = frozenset(
@@ -33,6 +33,21 @@ _MAX_DEPTH = 8
 _WRAPPER_STATE = "__composable_api_state_key"
 # Classes whose instances can be called and hold tensors all the same.
 _CALLABLE_HOLDERS: set[tuple[str, str]] = set()
+# By class: attributes that are no places of tensors, and of which instances that holds.
+_CACHES: dict[type, tuple[frozenset[str], Callable[[Any], bool]]] = {}
+
+
+def leave_out(
+    own: type, attributes: Iterable[str], when: Callable[[Any], bool]
+) -> None:
+    """Do not take for places of tensors what instances of a class cache.
+
+    Args:
+        own: The class; its subclasses are meant as well.
+        attributes: Those in which tensors of others are cached.
+        when: Says of an instance whether they are to be left out.
+    """
+    _CACHES[own] = (frozenset(attributes), when)
 
 
 def look_into(module_name: str, class_name: str) -> None:
@@ -252,7 +267,8 @@ def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
     attributes = getattr(value, "__dict__", None)
     if not isinstance(attributes, dict):
         return None
-    named = list(attributes.items())
+    cached = _left_out(value)
+    named = [(k, v) for k, v in list(attributes.items()) if k not in cached]
     return attributes, [(k, f".{k}", v) for k, v in named if _may_hold(v)]
 
 
@@ -260,6 +276,14 @@ def _may_hold(value: Any) -> bool:
     """Whether it is worth looking at an item of a container."""
     own = type(value)
     return own not in _ATOM_TYPES and (own not in _BUILT_IN or bool(value))
+
+
+def _left_out(value: Any) -> frozenset[str]:
+    for base in type(value).__mro__:
+        if base in _CACHES:
+            names, when = _CACHES[base]
+            return names if when(value) else frozenset()
+    return frozenset()
 
 
 def _join(prefix: str, name: str) -> str:

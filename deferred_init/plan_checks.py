@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from deferred_init.aliases import byte_span
 from deferred_init.errors import listing
-from deferred_init.handlers.protocol import Request
+from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.rebind import swap_obstacle
 from deferred_init.rng import canonical_name
@@ -12,6 +14,7 @@ from deferred_init.slots import Inventory, Slot, SlotKind
 
 __all__ = [
     "left_behind",
+    "misfit_shards",
     "name_collisions",
     "unallocatable",
     "unclaimed",
@@ -72,6 +75,27 @@ def unallocatable(inventory: Inventory, request: Request) -> list[str]:
         elif (reason := allocator.problem(slot.tensor, request)) is not None:
             problems.append(f"{slot.describe()} {reason}")
     return problems
+
+
+def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
+    """Name weights that cannot be stored quantized in the shards that they have."""
+    stored = [
+        slot
+        for claim in claims
+        for slot, _ in claim.stored
+        if hasattr(slot.tensor, "device_mesh")
+    ]
+    if not stored:
+        return []
+    from deferred_init.distributed.quantized_shards import unfit_shards
+
+    reasons = unfit_shards(site.module for site in inventory.sites())
+    by_others = "FSDP2 did not shard it: materialize the model first, then shard it"
+    return [
+        f"{slot.describe()} is to be stored quantized, but {reason}"
+        for slot in stored
+        if (reason := reasons.get(id(slot.tensor), by_others))
+    ]
 
 
 def name_collisions(inventory: Inventory, policy: str) -> list[str]:

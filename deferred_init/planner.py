@@ -29,6 +29,7 @@ from deferred_init.order_assumptions import order_assumptions
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
     left_behind,
+    misfit_shards,
     name_collisions,
     unallocatable,
     unclaimed,
@@ -73,6 +74,7 @@ def make_plan(
     problems = [*known_problems, *claims.problems]
     problems += unclaimed(inventory, claims.claimed)
     problems += unallocatable(inventory, request)
+    problems += misfit_shards(inventory, (claim for _, _, claim in claims.found))
     if request.rng in BY_NAME:
         problems += name_collisions(inventory, request.rng)
     if problems:

@@ -104,6 +104,9 @@ class ExecutionWorkspace:
         with no_function_modes():
             if staged_allocator(target) and not staged_allocator(tensor):
                 self.keep(target, tensor)
+                if type(tensor) in (Tensor, nn.Parameter):
+                    # As in `exchange`, what init code set wins.
+                    target.__dict__.update(tensor.__dict__)
                 return
             if tensor.is_leaf:
                 tensor.requires_grad_(target.requires_grad)
@@ -175,10 +178,14 @@ class ExecutionWorkspace:
 
     def keep(self, home: Tensor, full: Tensor) -> None:
         """Keep the part of a full value that stays in this process."""
-        if id(home) not in self.made:
-            self._install(home, self._empty_like(home))
         allocator = staged_allocator(home)
         assert allocator is not None
+        part = allocator.part_of(home, full)
+        if part is not None:
+            self._install(home, part)
+            return
+        if id(home) not in self.made:
+            self._install(home, self._empty_like(home))
         allocator.keep(home, full)
 
     def poison(self, tensor: Tensor) -> None:

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial
 
 from deferred_init.distributed.fsdp2 import fsdp_params
+from deferred_init.distributed.quantized_shards import cut, has_own_representation
 from deferred_init.distributed.slicing import Axis, Region, copy_region, region_of
 from deferred_init.handlers.protocol import Request, Workspace
 from deferred_init.handlers.registry import add_allocator, add_refresher
@@ -47,7 +48,7 @@ class DTensorAllocator:
                 "sums: a part of a sum has no value of its own to initialize"
             )
         local = tensor._local_tensor
-        if not _is_plain(local):
+        if not local.is_meta and has_own_representation(local):
             return (
                 f"is a DTensor over `{type(local).__name__}`, expected plain local "
                 "tensors: materialize the model first, then shard it"
@@ -80,6 +81,17 @@ class DTensorAllocator:
             local.size(), local.stride(), dtype=tensor.dtype, device=device
         )
         return _wrap(tensor, data, tensor._spec)
+
+    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
+        """Return a DTensor over a part of a full value of a class of its own.
+
+        None for a dense value, of which `keep` copies a part; see the note in
+        `distributed/quantized_shards.py`.
+        """
+        assert isinstance(tensor, DTensor)
+        if not has_own_representation(full) or region_on_this_rank(tensor) is None:
+            return None
+        return _wrap(tensor, cut(tensor, full), tensor._spec)
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         """Copy this rank's part of a full value into the local tensor."""
@@ -121,6 +133,8 @@ class FSDP2Refresher:
                 continue
             workspace.on_undo(partial(param.__dict__.update, dict(vars(param))))
             param.reset_sharded_param()
+            # Whether gathering is the tensor's own affair depends on its class.
+            param._init_extensions()
 
 
 def region_on_this_rank(tensor: DTensor) -> Region | None:
@@ -175,11 +189,6 @@ def _wrap(like: DTensor, local: Tensor, spec: Any) -> Tensor:
 def _local(tensor: Tensor) -> Tensor:
     assert isinstance(tensor, DTensor)
     return tensor._local_tensor
-
-
-def _is_plain(local: Tensor) -> bool:
-    own = type(local).__torch_dispatch__
-    return own is Tensor.__torch_dispatch__ or local.is_meta
 
 
 add_allocator(DTensorAllocator(), DTensor)

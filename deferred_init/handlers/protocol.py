@@ -207,6 +207,10 @@ class StagedAllocator(Allocator, Protocol):
         """Bytes of the whole tensor."""
         ...
 
+    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
+        """Return the part as a new tensor if it cannot be copied, else None."""
+        ...
+
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         """Copy the part that stays here out of a full value into the tensor."""
         ...

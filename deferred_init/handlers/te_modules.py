@@ -31,6 +31,7 @@ from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
+    joined_in_parts,
     joined_slots,
     lend_scratch,
     split_early_bias,
@@ -47,21 +48,17 @@ from deferred_init.te.quantization import (
     choose,
     is_elsewhere,
     is_quantized,
+    is_sharded,
     own_recipe_of_module,
     problems_with,
     set_up_module,
     stored_as,
+    whole_bytes,
 )
 from deferred_init.te.rng_trackers import tracker_restorer
+from deferred_init.te.sharded import MODEL_PARALLEL_ATTRIBUTES, adopt_part
 
 __all__ = ["TEModuleInit", "adopt_made"]
-
-_TP_ATTRIBUTES = (
-    "tensor_model_parallel",
-    "partition_dim",
-    "partition_stride",
-    "sequence_parallel",
-)
 
 
 class TEModuleInit:
@@ -88,7 +85,6 @@ class TEModuleInit:
         late = [s for s in made if _is_weight(s)] if choice.quantized else []
         weights = [slot.tensor for slot in late]
         label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"
-        scratch = (weight.numel() * weight.element_size() for weight in weights)
         return Claim(
             slots=made,
             source=f"{type(module).__name__}.reset_parameters",
@@ -97,7 +93,7 @@ class TEModuleInit:
                 *_split_problem(module, choice, label),
                 *_grouped_problem(site, pending, label),
             ),
-            scratch_bytes=max(scratch, default=0),
+            scratch_bytes=_scratch_bytes(choice, late),
             stored=stored_as(choice, late),
             joined=joined_slots(module, made),
         )
@@ -136,10 +132,12 @@ class TEModuleInit:
             for slot in step.site.slots
             if slot.kind is SlotKind.PARAMETER
             and slot not in claim.slots
-            and (is_quantized(slot.tensor) or (choice.quantized and _is_weight(slot)))
+            and (_holds_quantized(slot) or (choice.quantized and _is_weight(slot)))
         ]
-        # As rewrites they get no memory from `filling`.
-        inner = replace(claim, slots=tuple(early), rewrites=(*late, *loaded))
+        # As rewrites they get no memory from `filling`. What is sharded is lent in full
+        # size in any case, and thrown away as it is not claimed.
+        whole = [slot for slot in late if not is_sharded(slot.tensor)]
+        inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
         with (
             choice.grad_mode(),
             workspace.filling(replace(step, claim=inner)),
@@ -162,6 +160,10 @@ def adopt_made(slot: Slot, workspace: Workspace) -> None:
     if found is None or found.is_meta:
         raise RuntimeError(f"TE's own code left `{slot.name}` without memory")
     _prefer_carried(slot, found)
+    if is_sharded(slot.tensor):
+        adopt_part(slot, found, workspace)
+        slot.write(slot.tensor)
+        return
     workspace.adopt(slot, found)
     home = slot.tensor
     for name, value in list(home.__dict__.items()):
@@ -195,6 +197,18 @@ def _choice(site: ModuleSite, request: Request) -> Choice:
     )
 
 
+def _scratch_bytes(choice: Choice, late: list[Slot]) -> int:
+    """Bytes beside the final tensors while a module's weights are quantized.
+
+    One weight at a time exists in high precision; what is sharded, in full and
+    quantized until the module is done.
+    """
+    sharded = [slot for slot in late if is_sharded(slot.tensor)]
+    others = [slot.tensor for slot in late if slot not in sharded]
+    high = max((each.numel() * each.element_size() for each in others), default=0)
+    return high + whole_bytes(choice, [slot.tensor for slot in sharded])
+
+
 def _is_mine(slot: Slot) -> bool:
     if slot.kind is SlotKind.PARAMETER:
         if is_grouped(slot.owner):
@@ -203,6 +217,10 @@ def _is_mine(slot: Slot) -> bool:
     return slot.kind is SlotKind.ATTRIBUTE and (
         slot.tensor.numel() == 0 or _is_state(slot)
     )
+
+
+def _holds_quantized(slot: Slot) -> bool:
+    return is_quantized(getattr(slot.tensor, "_local_tensor", slot.tensor))
 
 
 def _is_state(slot: Slot) -> bool:
@@ -245,7 +263,11 @@ def _grouped_problem(
         for slot in site.slots
         if slot.kind is SlotKind.PARAMETER and slot not in pending
     ]
-    if not (real and is_grouped(site.module)):
+    if not is_grouped(site.module):
+        return ()
+    if any(is_sharded(slot.tensor) for slot in pending):
+        return (joined_in_parts(label),)
+    if not real:
         return ()
     return (
         f"{label} joins its parameters into one, but {len(real)} of them ({real[0]}, "
@@ -263,7 +285,7 @@ def _prefer_carried(slot: Slot, made: Tensor | None) -> None:
     """Let attributes set by the user since construction win over TE's defaults."""
     if made is None or made is slot.tensor:
         return
-    for name in _TP_ATTRIBUTES:
+    for name in MODEL_PARALLEL_ATTRIBUTES:
         if name in slot.tensor.__dict__:
             made.__dict__.pop(name, None)
 

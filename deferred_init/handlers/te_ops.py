@@ -7,6 +7,7 @@ the recipe's quantizers in place, and what it makes is adopted by the old object
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from deferred_init.te.fusers import FuserRefresher
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
+    joined_in_parts,
     joined_slots,
     lend_scratch,
 )
@@ -31,12 +33,15 @@ from deferred_init.te.quantization import (
     Choice,
     choose,
     is_elsewhere,
+    is_sharded,
     own_recipe_of_op,
     problems_with,
     set_up_op,
     stored_as,
+    whole_bytes,
 )
 from deferred_init.te.rng_trackers import tracker_restorer
+from deferred_init.te.sharded import adopt_part, stand_in
 
 __all__ = ["BasicOpInit"]
 
@@ -68,6 +73,7 @@ class BasicOpInit:
         late = [s for s in made if choice.quantized and _is_weight(s)]
         weights = [slot.tensor for slot in late]
         sizes = [weight.numel() * weight.element_size() for weight in weights]
+        sharded = [weight for weight in weights if is_sharded(weight)]
         label = f"`{site.fqn or type(op).__name__}` ({type(op).__name__})"
         return Claim(
             slots=made,
@@ -75,9 +81,10 @@ class BasicOpInit:
             problems=(
                 *problems_with(choice, label, request, weights),
                 *_recipe_state_problem(op, choice, label),
+                *_grouped_problem(op, made, label),
             ),
             # A grouped op makes all experts in one block.
-            scratch_bytes=sum(sizes),
+            scratch_bytes=sum(sizes) + whole_bytes(choice, sharded),
             stored=stored_as(choice, late),
             joined=joined_slots(op, made),
         )
@@ -128,6 +135,9 @@ def _run_hook(step: Step, workspace: Workspace) -> None:
         blank = torch.empty(original.shape, dtype=original.dtype, device="meta")
         is_param = slot.kind is SlotKind.PARAMETER
         slot.write(nn.Parameter(blank) if is_param else blank)
+    for slot in slots:
+        if is_sharded(slot.tensor):
+            slot.write(stand_in(slot))
     try:
         getattr(op, _HOOK)()
         _check_device(slots, workspace.request.device)
@@ -148,9 +158,17 @@ def _adopt(op: Any, slots: list[Slot], workspace: Workspace) -> None:
             raise RuntimeError(
                 f"the hook of {type(op).__name__} left `{slot.name}` without memory"
             )
-        workspace.adopt(slot, made)
+        if is_sharded(slot.tensor):
+            adopt_part(slot, made, workspace)
+        else:
+            workspace.adopt(slot, made)
         if not slot.tensor.is_meta:
             slot.write(slot.tensor)
+
+
+def _grouped_problem(op: Any, made: tuple[Slot, ...], label: str) -> Iterator[str]:
+    if is_grouped(op) and any(is_sharded(slot.tensor) for slot in made):
+        yield joined_in_parts(label)
 
 
 def _check_device(slots: list[Slot], device: torch.device) -> None:

@@ -6,7 +6,7 @@ which modules hold row-wise weights on purpose.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from transformer_engine.pytorch.ops.op import BasicOperation
 
 from deferred_init.audit.kinds import register_cache
 from deferred_init.audit.scene import Scene, register_detector
+from deferred_init.distributed.fsdp2 import fsdp_params
 from deferred_init.report import Finding
 from deferred_init.te.constructed import is_rowwise_only
 from deferred_init.te.probe import fp8_state_manager, is_quantized
@@ -32,6 +33,10 @@ register_cache(OperationFuser, (*_CACHES, "_forward_ops", "_backward_ops"))
 @register_detector
 def stale_fusers(scene: Scene) -> Iterator[Finding]:
     """Find fusers whose lists are not the parameters of their ops, by identity."""
+    managed = {
+        id(param.sharded_param): param
+        for param in fsdp_params(found.module for found in scene.graph.modules)
+    }
     for fqn, fuser in scene.graph.caches:
         if not isinstance(fuser, OperationFuser):
             continue
@@ -39,7 +44,9 @@ def stale_fusers(scene: Scene) -> Iterator[Finding]:
         flat = vars(fuser).get("_flat_basic_op_params")
         lists = [] if by_op is None else [[p for params in by_op for p in params]]
         lists += [] if flat is None else [list(flat)]
-        actual = [param for op in fuser._basic_ops for param in op.parameters()]
+        held = [param for op in fuser._basic_ops for param in op.parameters()]
+        # Between steps a module holds its shard; a fuser computes with the whole.
+        actual = [_gathered(param, managed) for param in held]
         wrong = max((_num_different(each, actual) for each in lists), default=0)
         if not wrong:
             continue
@@ -52,8 +59,24 @@ def stale_fusers(scene: Scene) -> Iterator[Finding]:
             code="te-fuser-stale",
             fqn=fqn,
             message=f"expected the {len(actual)} parameters that its ops have now, "
-            f"found {wrong} other(s), of an earlier time; {remedy}",
+            f"found {wrong} other(s), {_what_instead(lists, managed)}; {remedy}",
         )
+
+
+def _gathered(param: Tensor, managed: Mapping[int, Any]) -> Tensor | None:
+    """Return the object that computes in place of a parameter that FSDP2 shards.
+
+    None before the first gathering.
+    """
+    found = managed.get(id(param))
+    whole = None if found is None else getattr(found, "_unsharded_param", None)
+    return param if found is None else whole
+
+
+def _what_instead(lists: list[list[Tensor]], managed: Mapping[int, Any]) -> str:
+    if any(id(param) in managed for cached in lists for param in cached):
+        return "shards, which FSDP2 replaces by gathered parameters in the forward"
+    return "of an earlier time"
 
 
 @register_detector
@@ -83,10 +106,13 @@ def quantized_weights(scene: Scene) -> Iterator[Finding]:
     """Find quantized weights that training cannot use."""
     for fqn, module, _ in scene.graph.modules:
         for name, param in module._parameters.items():
+            trained = param is not None and param.requires_grad
+            # A shard is quantized in its local tensor.
+            param = getattr(param, "_local_tensor", param)
             if param is None or not is_quantized(param):
                 continue
             where = _join(fqn, name)
-            if module.training and param.requires_grad and not is_rowwise_only(module):
+            if module.training and trained and not is_rowwise_only(module):
                 yield from _columnwise(where, param, full=scene.full)
             yield from _quantizer(where, module, name, param)
 
@@ -179,7 +205,7 @@ def _quantizer(
     )
 
 
-def _num_different(cached: list[Tensor], actual: list[Tensor]) -> int:
+def _num_different(cached: Sequence[Tensor], actual: Sequence[Tensor | None]) -> int:
     pairs = zip(cached, actual, strict=False)
     different = sum(one is not other for one, other in pairs)
     return different + abs(len(cached) - len(actual))

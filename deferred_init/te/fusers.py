@@ -24,6 +24,7 @@ from transformer_engine.pytorch.ops import Sequential as TESequential
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 
 from deferred_init.handlers.protocol import Workspace
+from deferred_init.inventory import leave_out
 from deferred_init.slots import Inventory
 
 __all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameters"]
@@ -177,3 +178,12 @@ def refresh_fuser(fuser: Any) -> None:
 def _restore(fuser: Any, saved: dict[str, Any]) -> None:
     vars(fuser).clear()
     vars(fuser).update(saved)
+
+
+def _has_shards(fuser: Any) -> bool:
+    """Whether a fuser's ops hold shards, of which nothing that it caches is one."""
+    parameters = (param for params in parameters_by_op(fuser) for param in params)
+    return any(hasattr(param, "device_mesh") for param in parameters)
+
+
+leave_out(OperationFuser, ("_basic_op_params", "_flat_basic_op_params"), _has_shards)

@@ -18,8 +18,8 @@ from torch import nn
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.slots import Slot
 
-__all__ = ["adopt_or_merge", "is_grouped", "joined_slots", "lend_scratch"]
-__all__ += ["split_early_bias"]
+__all__ = ["adopt_or_merge", "is_grouped", "joined_in_parts"]
+__all__ += ["joined_slots", "lend_scratch", "split_early_bias"]
 
 
 def is_grouped(module: Any) -> bool:
@@ -41,6 +41,15 @@ def joined_slots(module: Any, slots: Iterable[Slot]) -> tuple[Slot, ...]:
         slot
         for slot in slots
         if any(re.fullmatch(rf"{kind}\d+", slot.name) for kind in kinds)
+    )
+
+
+def joined_in_parts(label: str) -> str:
+    """Say that parameters which are sharded one by one cannot become one."""
+    return (
+        f"{label} joins its parameters into one when they get memory, but they are "
+        "sharded one by one already: materialize the model first, or build the layer "
+        "with `single_grouped_weight=False, single_grouped_bias=False`"
     )
 
 

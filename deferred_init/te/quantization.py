@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +20,16 @@ from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 __all__ = ["Choice", "choose", "is_quantized", "problems_with", "set_up_module"]
 __all__ += [
     "is_elsewhere",
+    "is_sharded",
     "num_gemms",
     "own_recipe_of_module",
     "own_recipe_of_op",
     "set_up_op",
     "stored_as",
+    "whole_bytes",
 ]
+
+_KINDS_OF_SHARDS = ("delayed", "current", "block")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,12 +124,23 @@ def problems_with(
                 f"{label} cannot store quantized weights on {_gpu_name(request)}: "
                 f"{reason}. Choose another recipe, such as `fp8_current`"
             )
-    if any(hasattr(weight, "_local_tensor") for weight in weights):
-        found.append(
-            f"{label} stores its weights quantized and is sharded already: materialize "
-            "the model first, then call `fully_shard`"
-        )
+    if any(is_sharded(weight) for weight in weights):
+        found += _shard_problem(choice, label)
     return tuple(found)
+
+
+def _shard_problem(choice: Choice, label: str) -> Iterator[str]:
+    """Say why weights that are sharded already cannot become quantized shards."""
+    spec = None
+    if is_te_recipe(choice.te_recipe):
+        spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
+    if spec is None or spec.kind not in _KINDS_OF_SHARDS:
+        name = type(choice.te_recipe).__name__
+        yield (
+            f"{label} stores its weights quantized by `{name}` and is sharded already, "
+            "which works for delayed, current and block scaling: materialize the "
+            "model first, then call `fully_shard`"
+        )
 
 
 def stored_as(
@@ -134,14 +149,32 @@ def stored_as(
     """Say how the weights of a module are stored, for plans; empty if dense."""
     if not (choice.quantized and is_te_recipe(choice.te_recipe)):
         return ()
+    how = _representation(choice)
+    if how.kind == "block":  # kept in high precision, see te/sharded.py
+        slots = [slot for slot in slots if not is_sharded(slot.tensor)]
+    return tuple((slot, how) for slot in slots)
+
+
+def whole_bytes(choice: Choice, weights: Iterable[Tensor]) -> int:
+    """Bytes of weights in full, stored quantized; as they are where that is unknown."""
+    how = None
+    if is_te_recipe(choice.te_recipe):
+        how = _representation(choice)
+    total = 0
+    for weight in weights:
+        stored = how.num_bytes(tuple(weight.shape)) if how else None
+        total += weight.numel() * weight.element_size() if stored is None else stored
+    return total
+
+
+def _representation(choice: Choice) -> Representation:
     spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
-    how = Representation(
+    return Representation(
         te_recipe=spec.name,
         kind=spec.kind,
         columnwise=not choice.inference,
         block_dim=getattr(choice.te_recipe, "w_block_scaling_dim", 2),
     )
-    return tuple((slot, how) for slot in slots)
 
 
 def _capability(request: Request) -> tuple[int, int] | None:
@@ -157,6 +190,11 @@ def _gpu_name(request: Request) -> str:
     if request.compute_capability is not None:
         return "the GPU that was planned for"
     return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
+
+
+def is_sharded(tensor: object) -> bool:
+    """Whether a tensor is a DTensor."""
+    return hasattr(tensor, "device_mesh")
 
 
 def own_recipe_of_module(module: nn.Module) -> Any:

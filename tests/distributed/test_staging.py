@@ -32,6 +32,9 @@ class FirstRow:
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(tensor, device=device)
 
+    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
+        return None
+
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         self.rows[id(tensor)] = full.detach()[0].clone()
 
