@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from deferred_init.distributed.rendezvous import RanksFailed, RanksMissing
 from deferred_init.errors import MaterializeError
 from deferred_init.handlers.protocol import Order, Session, Step, has_session
 from deferred_init.plan import Plan
@@ -94,6 +95,8 @@ def run_steps(
                     with policy.step(step):
                         sessions.run(step)
                 workspace.finish(final)
+            except (RanksFailed, RanksMissing):  # which all ranks know already
+                raise
             except Exception as error:
                 name = step.site.fqn or type(step.site.module).__name__
                 raise MaterializeError(

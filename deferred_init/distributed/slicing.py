@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "Region", "copy_region", "region_of"]
+__all__ = ["Axis", "Region", "Segments", "copy_region", "region_of"]
 
 Segments = tuple[tuple[int, int], ...]
 """Half-open ranges of indices along one dim, in the order in which they are kept."""

@@ -28,12 +28,19 @@ from torch.distributed.tensor import DTensor, Partial
 
 from deferred_init.distributed.fsdp2 import fsdp_params
 from deferred_init.distributed.quantized_shards import cut, has_own_representation
-from deferred_init.distributed.slicing import Axis, Region, copy_region, region_of
+from deferred_init.distributed.slicing import (
+    Axis,
+    Region,
+    Segments,
+    copy_region,
+    region_of,
+)
 from deferred_init.handlers.protocol import Request, Workspace
 from deferred_init.handlers.registry import add_allocator, add_refresher
 from deferred_init.slots import Inventory
 
 __all__ = ["DTensorAllocator", "FSDP2Refresher", "region_on_this_rank"]
+__all__ += ["rows_of_rank"]
 
 
 class DTensorAllocator:
@@ -156,13 +163,28 @@ def region_on_this_rank(tensor: DTensor) -> Region | None:
     )
 
 
+def rows_of_rank(tensor: DTensor, rank: int) -> Segments | None:
+    """Return the ranges of the first dim that a rank keeps, or None outside the mesh.
+
+    Args:
+        tensor: One with dims.
+        rank: A global rank.
+    """
+    mesh = tensor.device_mesh
+    places = (mesh.mesh == rank).nonzero().tolist()
+    if not places:
+        return None
+    where = tuple(places[0])
+    return _region(tensor.size(), tensor.placements, mesh.shape, where, None).dims[0]
+
+
 @lru_cache(maxsize=4096)
 def _region(
     shape: torch.Size,
     placements: tuple[Any, ...],
     mesh_shape: tuple[int, ...],
     coordinate: tuple[int, ...],
-    local_shape: torch.Size,
+    local_shape: torch.Size | None,
 ) -> Region:
     """Compute a region; the layers of a model have few different ones."""
     axes = [

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from deferred_init.sources.pieces import Piece, Sizes
 
-__all__ = ["Box", "Cut", "cut"]
+__all__ = ["Box", "Cut", "Segments", "cut"]
 
 Segments = tuple[tuple[int, int], ...]
 _ALL_OF_ONE: Segments = ((0, 1),)

@@ -34,6 +34,7 @@ class Destination:
         in_order: Whether it shares memory with others, so that order matters.
         done: What to call when the values have arrived, or None.
         in_place: Whether it has its values already: it was left in the file.
+        reader: The rank that reads it for all ranks of a node, or None.
     """
 
     memory: Tensor
@@ -41,6 +42,7 @@ class Destination:
     in_order: bool = False
     done: Callable[[], None] | None = None
     in_place: bool = False
+    reader: int | None = None
 
 
 def register_arrival(tensor_type: type, arrival: Arrival) -> None:
@@ -69,8 +71,16 @@ class Destinations:
         self._mapped: dict[int, Any] = {}
         self.bytes_in_place = 0
 
-    def make(self, load: Load, infos: Mapping[str, TensorInfo]) -> Destination:
-        """Make the memory for one tensor."""
+    def make(
+        self, load: Load, infos: Mapping[str, TensorInfo], *, may_stay: bool = True
+    ) -> Destination:
+        """Make the memory for one tensor.
+
+        Args:
+            load: The tensor and what it is made of.
+            infos: What is stored.
+            may_stay: Whether values may be left in the file, where that is possible.
+        """
         slot = load.target.slot
         if slot.key not in slot.container:
             raise RuntimeError(
@@ -82,7 +92,8 @@ class Destinations:
         if is_deferred(tensor):
             final = self._final_class(tensor)
             if final is not None:
-                return self._new(load, tensor, final, infos)
+                mapped = self._map(load, tensor, infos) if may_stay else None
+                return self._new(load, tensor, final, mapped)
             self._workspace.allocate([slot])
             tensor = slot.read()
         return self._existing(load, tensor)
@@ -99,10 +110,9 @@ class Destinations:
         return final if _is_plain(final) else None
 
     def _new(
-        self, load: Load, tensor: Tensor, final: type, infos: Mapping[str, TensorInfo]
+        self, load: Load, tensor: Tensor, final: type, data: Tensor | None
     ) -> Destination:
-        """Make memory in the final dtype, or leave the values in the file."""
-        data = self._map(load, tensor, infos)
+        """Make memory in the final dtype, unless there is data in the file."""
         in_place = data is not None
         if data is None:
             data = torch.empty_strided(

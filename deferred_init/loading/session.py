@@ -13,9 +13,11 @@ from deferred_init.loading.engine import Batch, Engine
 from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.loading.matching import Load
 from deferred_init.loading.read_plan import Chunk, Landing, join, landings
+from deferred_init.loading.sharing import Sharing, sharing_for
 from deferred_init.loading.twins import check_twins
 from deferred_init.slots import Inventory
 from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
+from deferred_init.sources.shared import SharedReads
 
 __all__ = ["STEPS_AT_ONCE", "LoadingSession"]
 
@@ -53,6 +55,8 @@ class LoadingSession:
         self._engine: Engine | None = None
         self._begun: list[tuple[Batch, list[Destination]]] = []
         self._finished = 0
+        self._inventory = inventory
+        self._sharing: Sharing | None = None
 
     def advance(self, order: Order | None) -> None:
         """Do nothing: loading draws no random numbers."""
@@ -63,14 +67,27 @@ class LoadingSession:
             if self._engine is None:
                 self._check_files()
                 check_twins(self._source, self._steps)
+                self._sharing = self._agree_to_share()
                 self._engine = Engine(self._workspace.request.device, self._options)
                 # A later step of somebody else may fail, or Ctrl-C come between two.
                 self._workspace.on_undo(self._engine.close)
             self._run(self._engine)
-        except BaseException:
+        except BaseException as error:
             if self._engine is not None:
                 self._engine.close()
+            if self._sharing is not None:
+                self._sharing.fail(error)
             raise
+
+    def _agree_to_share(self) -> Sharing | None:
+        """Find out what one rank reads for several, if the caller wants that."""
+        if not isinstance(self._source, SharedReads):
+            return None
+        request = self._workspace.request
+        sharing = sharing_for(self._inventory, request, self._steps)
+        if sharing is not None:
+            self._workspace.on_undo(sharing.close)
+        return sharing
 
     def _run(self, engine: Engine) -> None:
         while len(self._begun) < len(self._steps) and self._has_room():
@@ -79,6 +96,8 @@ class LoadingSession:
             self._begun.append((batch, made))
         batch, made = self._begun[self._finished]
         engine.wait(batch)
+        if self._sharing is not None:
+            self._sharing.exchange(made)
         for destination in made:
             if destination.done is not None:
                 destination.done()
@@ -90,6 +109,8 @@ class LoadingSession:
             _log.debug("%s", engine.timeline)
             self._check_files()
             self._note()
+            if self._sharing is not None:
+                self._sharing.finish()
 
     def _has_room(self) -> bool:
         """Whether one more step may begin: readers should never wait for the next."""
@@ -105,9 +126,11 @@ class LoadingSession:
         found: list[Landing] = []
         asked: list[Asked] = []
         for load in loads:
-            destination = self._destinations.make(load, self._infos)
+            destination = self._make(load)
             made.append(destination)
             if destination.in_place:
+                continue
+            if self._sharing is not None and not self._sharing.reads(destination):
                 continue
             for key, part in _cuts(load, destination):
                 if self._infos[key].extent is None or destination.in_order:
@@ -127,6 +150,13 @@ class LoadingSession:
                         self._options.buffer_bytes,
                     )
         return Batch(chunks=self._chunks(found), asked=asked), made
+
+    def _make(self, load: Load) -> Destination:
+        """Make the memory of one tensor, or of the rows that the node reads of it."""
+        if self._sharing is None or not self._sharing.is_shared(load):
+            return self._destinations.make(load, self._infos)
+        own = self._destinations.make(load, self._infos, may_stay=False)
+        return self._sharing.spread(load, own)
 
     def _chunks(self, found: list[Landing]) -> list[Chunk]:
         """Join landings, except those that can be read straight into place."""
@@ -166,6 +196,11 @@ class LoadingSession:
             self._workspace.note(
                 f"weights: {in_place:,} bytes stay in the file and are read when first "
                 "used; pass `open_source(..., mmap=False)` to copy them"
+            )
+        if self._sharing is not None:
+            self._workspace.note(
+                f"weights: {self._sharing.bytes_received:,} bytes came from other "
+                "ranks of this node, which read them for all"
             )
 
 

@@ -12,6 +12,7 @@ from deferred_init.sources.dcp import METADATA_NAME, DcpFolder
 from deferred_init.sources.mapping import MappingSource
 from deferred_init.sources.protocol import TensorSource
 from deferred_init.sources.safetensors_files import SafetensorsFiles
+from deferred_init.sources.shared import SharedReads
 from deferred_init.sources.torch_file import open_torch_file, open_torch_index
 
 __all__ = ["open_source"]
@@ -26,6 +27,7 @@ def open_source(
     *,
     mmap: bool = True,
     sha256: Mapping[str, str] | None = None,
+    shared: bool = False,
 ) -> TensorSource:
     """Open weights, without reading values.
 
@@ -40,6 +42,10 @@ def open_source(
             truncating the file while the model lives kills the process. False
             copies.
         sha256: Checksums to compare before anything else, by the files' names.
+        shared: For sharded models: what several ranks of a node need is read by one
+            of them and sent to the others. Worth it where reading is slower than
+            sending, as from a store or a file system in the network. All ranks have
+            to pass the same.
 
     Returns:
         The source, to be passed as `weights=`.
@@ -54,6 +60,13 @@ def open_source(
         >>> source.tensors["weight"].shape
         (2, 3)
     """
+    source = _open(weights, mmap, sha256)
+    return SharedReads(source) if shared else source
+
+
+def _open(
+    weights: object, mmap: bool, sha256: Mapping[str, str] | None
+) -> TensorSource:
     if isinstance(weights, Mapping):
         return MappingSource(weights)
     if isinstance(weights, str) and "://" in weights:
