@@ -29,6 +29,7 @@ from deferred_init.record import (
     Replay,
     Storage,
     Value,
+    attributes_in_place,
     dressed,
     final_class,
     place_of,
@@ -192,6 +193,11 @@ class _Replays:
         for slot in self._slots[value]:
             if not isinstance(slot.tensor, DeferredTensor):  # sharded since
                 self._workspace.adopt(slot, tensor)
+                home = slot.read()
+                for name, found in attributes_in_place(
+                    slot.owner, slot.name, value
+                ).items():
+                    home.__dict__.setdefault(name, found)
                 continue
             if not slot.tensor.is_leaf:
                 self._computed.append((slot, value, tensor))

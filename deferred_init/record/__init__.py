@@ -78,7 +78,7 @@ from deferred_init.record.materialize import (
     realize,
 )
 from deferred_init.record.nodes import Mark, Node, Storage, Value
-from deferred_init.record.places import value_in_place
+from deferred_init.record.places import attributes_in_place, value_in_place
 from deferred_init.record.problems import RecordError, ReplayError
 from deferred_init.record.replay import BeforeRandom, Replay
 from deferred_init.record.tensor import (
@@ -99,6 +99,8 @@ __all__ = [
     "ReplayError",
     "Storage",
     "Value",
+    "attributes_in_place",
+    "attributes_in_place",
     "become",
     "defer",
     "deferred_init",

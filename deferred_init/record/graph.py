@@ -35,6 +35,8 @@ class Recording:
         watch: Notices reseeding while the constructor runs.
         places: The value of each parameter and buffer of the result, by its module
             and its name. Nothing here keeps a module alive.
+        attributes: The `__dict__` of each of these tensors, in the same places; lives
+            on where a wrapper replaces the tensor.
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
@@ -60,6 +62,9 @@ class Recording:
         self.looked_at_random = False
         self.made: dict[str, Value] = {}
         self.places: WeakKeyDictionary[nn.Module, dict[str, Value]] = (
+            WeakKeyDictionary()
+        )
+        self.attributes: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = (
             WeakKeyDictionary()
         )
         self.external: dict[int, Tensor] = {}

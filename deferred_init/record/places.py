@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Value
-from deferred_init.record.tensor import DeferredTensor, value_of
+from deferred_init.record.tensor import DeferredTensor, value_of, without_internals
 
-__all__ = ["remember_places", "value_in_place"]
+__all__ = ["attributes_in_place", "remember_places", "value_in_place"]
 
 
 def remember_places(recording: Recording, result: Any) -> None:
@@ -32,6 +32,8 @@ def remember_places(recording: Recording, result: Any) -> None:
                     if isinstance(tensor, DeferredTensor):
                         held = recording.places.setdefault(module, {})
                         held[name] = value_of(tensor)
+                        carried = recording.attributes.setdefault(module, {})
+                        carried[name] = tensor.__dict__
         elif isinstance(item, (list, tuple)):
             pending.extend(item)
         elif isinstance(item, dict):
@@ -53,6 +55,24 @@ def value_in_place(owner: nn.Module, name: str, tensor: Tensor) -> Value | None:
     if not isinstance(local, DeferredTensor):
         return None
     return value_of(local).recording.places.get(owner, {}).get(name)
+
+
+def attributes_in_place(owner: nn.Module, name: str, value: Value) -> dict[str, Any]:
+    """Return what the user put on the tensor that the constructor left in a place.
+
+    Also what was put on it later, as long as no wrapper had replaced the tensor.
+
+    Args:
+        owner: The module.
+        name: The name of its parameter or buffer.
+        value: What was recorded for it.
+    """
+    carried = value.recording.attributes.get(owner, {}).get(name, {})
+    return {
+        name: found
+        for name, found in without_internals(carried).items()
+        if not name.startswith("_fsdp")  # what `fully_shard` notes for itself
+    }
 
 
 def _buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:

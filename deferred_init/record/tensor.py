@@ -229,7 +229,12 @@ def final_class(tensor: Tensor) -> type:
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the Python attributes that a user put on a deferred tensor."""
-    return {k: v for k, v in tensor.__dict__.items() if k not in _INTERNAL}
+    return without_internals(tensor.__dict__)
+
+
+def without_internals(attributes: dict[str, Any]) -> dict[str, Any]:
+    """Return the attributes of a deferred tensor but those of its class."""
+    return {k: v for k, v in attributes.items() if k not in _INTERNAL}
 
 
 def _early(tensor: Tensor) -> Tensor:

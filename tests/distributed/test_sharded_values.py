@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -11,8 +12,10 @@ import torch
 from models import LAYOUTS, Net, compare, shard, train
 from rank_pool import RankPool
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import deferred_init as di
+from deferred_init.distributed.attributes import attributes_kept
 
 Ranks = Callable[[int], RankPool]
 CASES = [(layout, world) for layout, worlds in LAYOUTS.items() for world in worlds]
@@ -161,3 +164,48 @@ def _gathers_from_new_memory(_rank: int) -> None:
 
 def test_fsdp_gathers_from_the_new_memory_with_its_padding(ranks: Ranks) -> None:
     ranks(3).run(_gathers_from_new_memory)
+
+
+class Marked(nn.Module):
+    """A constructor that marks a parameter, as model code for Megatron does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+        self.first.weight.tensor_model_parallel = True  # type: ignore[assignment]
+
+
+def _marks(_rank: int, built: str, order: str) -> None:
+    warnings.simplefilter("ignore")
+    model = Marked() if built == "real" else _deferred(built, Marked)
+    model.first.weight.mine = ["kept"]
+    model.first.bias.sequence_parallel = True
+    model.second.bias.allreduce = False
+    mine = model.first.weight.mine
+    if order == "last":
+        di.materialize(model, "cpu", seed=0)
+    # The recording leads to the attributes by itself.
+    kept = built == "recorded" and order == "first"
+    with nullcontext() if kept else attributes_kept(model):
+        fully_shard(model)
+    if order == "first":
+        model.second.bias.allreduce = True  # what was said last counts
+        di.materialize(model, "cpu", seed=0)
+    weight = model.first.weight
+    assert weight is model.second.weight
+    assert weight.mine is mine
+    assert weight.tensor_model_parallel is True
+    assert model.first.bias.sequence_parallel is True
+    assert model.second.bias.allreduce is (order == "first")
+    assert "_fsdp_orig_uid" not in vars(weight)
+    assert not di.audit(model, verify="full").findings
+
+
+@pytest.mark.parametrize("order", ["first", "last"])
+@pytest.mark.parametrize("built", ["recorded", "meta", "real"])
+def test_attributes_of_parameters_survive_sharding(
+    ranks: Ranks, built: str, order: str
+) -> None:
+    ranks(2).run(_marks, built, order)
