@@ -100,7 +100,6 @@ __all__ = [
     "Storage",
     "Value",
     "attributes_in_place",
-    "attributes_in_place",
     "become",
     "defer",
     "deferred_init",
