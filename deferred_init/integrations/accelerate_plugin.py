@@ -4,11 +4,12 @@
 Accelerate places, wraps and shards in `prepare`, and what it does to a model on meta
 is wrong in each case: `.to(device)` raises, DDP broadcasts nothing, and under FSDP2 it
 finds the optimizer's parameters by `data_ptr()`, which on meta is 0 for all, so that
-every group ends up with the last parameter. Here the order is: convert to Transformer
-Engine; then, for one process and DDP, materialize and let accelerate go on with a real
-model; for FSDP2, let accelerate shard on meta, point the optimizers to the sharded
-parameters by name, and materialize the shards; for FSDP1, materialize unit by unit.
-What torch.compile wraps is compiled at its first forward, after all of this.
+every group ends up with the last parameter. Here the order is: split for tensor
+parallelism, or convert to Transformer Engine; then, for one process and DDP,
+materialize and let accelerate go on with a real model; for FSDP2, let accelerate shard
+on meta, point the optimizers to the sharded parameters by name, and materialize the
+shards; for FSDP1, materialize unit by unit. What torch.compile wraps is compiled at its
+first forward, after all of this.
 """
 
 from __future__ import annotations
@@ -70,11 +71,13 @@ class _DeferredPrepare:
         if not models:
             return go_on(*args, device_placement=device_placement)
         sources = _real_ranks(models)
+        here = Target(self, models, optimizers)
+        if sources == []:
+            here.split()
         _convert(models, self._deferred_init)
         if sources is None:
             compute(models, self._deferred_init)
             return go_on(*args, device_placement=device_placement)
-        here = Target(self, models, optimizers)
         if sources:  # real on some ranks only
             here.materialize(broadcast_from=sources[0])
         elif here.kind == "fsdp2":

@@ -13,9 +13,11 @@ from torch.optim import Optimizer
 
 from deferred_init.aliases import is_deferred
 from deferred_init.api import materialize, plan
+from deferred_init.errors import PlanError
 from deferred_init.integrations.conversion_report import Conversion
 from deferred_init.integrations.optimizer_names import OptimizerNames
 from deferred_init.integrations.te_forward import compute_with
+from deferred_init.integrations.tp_plan import split_by_plan
 from deferred_init.recipe import Recipe
 
 __all__ = ["DeferredInitPlugin", "Target", "compute", "has_deferred"]
@@ -96,6 +98,22 @@ class Target:
             "optimizers": self._optimizers,
             **{name: getattr(plugin, name) for name in names},
         }
+
+    def split(self) -> None:
+        """Apply tensor parallelism, if accelerate is configured for it."""
+        parallelism = getattr(self._accelerator, "parallelism_config", None)
+        if parallelism is None or not parallelism.tp_enabled:
+            return
+        if self._plugin.conversion() is not None:
+            raise PlanError(
+                "tensor parallelism splits torch's layers, and the plugin turns them "
+                "into Transformer Engine's: use a recipe without one, `convert=False`, "
+                "or a model that is built with `tp_group=`"
+            )
+        names = OptimizerNames(self._models, self._optimizers)
+        for model in self._models:
+            split_by_plan(model, self._accelerator.torch_device_mesh["tp"])
+        names.rebind(self._models)
 
     def plan(self) -> None:
         """Raise now what would fail later."""

@@ -1,18 +1,16 @@
-r"""A training script for accelerate, before and after: three lines differ.
-
-On a CPU, in one process and in two:
+r"""Train with accelerate and the plugin: one GPU, DDP, FSDP, tensor parallelism, FP8.
 
     accelerate launch --config_file examples/accelerate/cpu.yaml \
         examples/accelerate/train.py
+
+On two CPUs, with and without accelerate's launcher:
+
+    ACCELERATE_USE_CPU=true accelerate launch \
+        --config_file examples/accelerate/ddp.yaml examples/accelerate/train.py
     ACCELERATE_USE_CPU=true torchrun --nproc-per-node 2 examples/accelerate/train.py
 
-On GPUs, with FSDP2, in BF16 or in FP8 with any recipe of Transformer Engine:
-
-    accelerate launch --config_file examples/accelerate/fsdp2.yaml \
-        examples/accelerate/train.py --recipe fp8_current
-
-The lines that differ from the script as accelerate's users write it end in `# (1)` to
-`# (3)`. Needs transformers and accelerate.
+The other `.yaml` files of this folder begin with the commands for them. Needs
+transformers and accelerate; FP8 recipes need Transformer Engine and a GPU as well.
 """
 
 from __future__ import annotations
@@ -20,11 +18,12 @@ from __future__ import annotations
 import argparse
 
 import torch
+from accelerate.utils import set_seed
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-import deferred_init as di  # (1)
-from deferred_init.integrations.accelerate_plugin import (  # (2) from accelerate
+import deferred_init as di
+from deferred_init.integrations.accelerate_plugin import (
     Accelerator,
     DeferredInitPlugin,
 )
@@ -36,10 +35,12 @@ def main() -> None:
     parser.add_argument("--recipe")
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--tied", action="store_true", help="no head of its own")
     arguments = parser.parse_args()
 
-    plugin = DeferredInitPlugin(recipe=arguments.recipe, seed=0)
+    plugin = DeferredInitPlugin(recipe=arguments.recipe)
     accelerator = Accelerator(deferred_init=plugin)
+    set_seed(0)  # the plugin goes on with the generators as it finds them
     config = LlamaConfig(
         vocab_size=256,
         hidden_size=arguments.hidden,
@@ -47,8 +48,9 @@ def main() -> None:
         num_hidden_layers=arguments.layers,
         num_attention_heads=4,
         num_key_value_heads=2,
+        tie_word_embeddings=arguments.tied,
     )
-    model = di.deferred_init(LlamaForCausalLM, config)  # (3) LlamaForCausalLM(config)
+    model = di.deferred_init(LlamaForCausalLM, config)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=16)
     tokens = torch.arange(64 * 32).reshape(64, 32) % 250

@@ -76,8 +76,9 @@ def test_the_python_blocks_of_a_page_run_in_order(
     page: Path, quiet_folder: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names: dict[str, Any] = {"__name__": f"docs_{page.stem}"}
-    if page.stem == "coming_from":
+    if page.stem in ("accelerate", "coming_from"):
         pytest.importorskip("transformers", reason="needs transformers and accelerate")
+        pytest.importorskip("accelerate", reason="needs transformers and accelerate")
     for block in _unmarked(page):
         exec(compile(block.code, f"{page.name}[{block.number}]", "exec"), names)
 

@@ -45,8 +45,13 @@ CONFIG = {
 }
 
 
-def build(tie: bool = True) -> nn.Module:
-    return LlamaForCausalLM(LlamaConfig(**CONFIG, tie_word_embeddings=tie))
+def build(case: str) -> nn.Module:
+    model = LlamaForCausalLM(
+        LlamaConfig(**CONFIG, tie_word_embeddings="untied" not in case)
+    )
+    if "buffer" in case:
+        model.register_buffer("noise", torch.rand(3))  # persistent
+    return model
 
 
 def digest(tensors: dict[str, Any]) -> str:
@@ -66,7 +71,7 @@ def values(accelerator: Accelerator, model: Any) -> str:
             return digest(
                 {
                     name.replace("_fsdp_wrapped_module.", ""): value.clone()
-                    for name, value in model.named_parameters()
+                    for name, value in model.named_parameters(remove_duplicate=False)
                 }
             )
     return digest(accelerator.get_state_dict(model))
@@ -89,7 +94,7 @@ def accelerator_for(case: str) -> Accelerator:
     plugin = DeferredInitPlugin(seed=None if "fsdp1" in case else 0)
     accelerator = Accelerator(cpu=True, deferred_init=plugin, **options)
     # Accelerate turns these on for accelerators only; its code runs on CPUs too.
-    if "tp" in case:
+    if case.startswith("tp"):
         config = ParallelismConfig(tp_size=2)
         accelerator.state.parallelism_config = config
         accelerator.state.device_mesh = config.get_device_mesh("cpu")
@@ -119,12 +124,12 @@ def split(model: Any, mesh: Any) -> None:
 def train(case: str, folder: str) -> dict[str, Any]:
     accelerator = accelerator_for(case)
     torch.manual_seed(0)  # FSDP1 goes on with the generator
-    model: Any = di.deferred_init(build, "untied" not in case)
-    if "tp" in case:
+    model: Any = di.deferred_init(build, case)
+    if case == "tp_by_hand":
         split(model, accelerator.torch_device_mesh["tp"])
-    if case == "ddp_one_real" and accelerator.is_main_process:
+    if "one_real" in case and accelerator.is_main_process:
         torch.manual_seed(0)
-        model = build()
+        model = build(case)
     frozen = model.model.norm.weight.requires_grad_(False)
     decay = [p for p in model.parameters() if p.ndim > 1]
     rest = [p for p in model.parameters() if p.ndim == 1 and p is not frozen]
@@ -134,9 +139,11 @@ def train(case: str, folder: str) -> dict[str, Any]:
     torch.manual_seed(1)
     data = torch.utils.data.DataLoader(torch.randint(64, (16, 16)), batch_size=4)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.9**step)
-    model, optimizer, data, scheduler = accelerator.prepare(
-        model, optimizer, data, scheduler
-    )
+    parts = (model, optimizer, data, scheduler)
+    if "apart" in case:
+        model, optimizer, data, scheduler = map(accelerator.prepare, parts)
+    else:
+        model, optimizer, data, scheduler = accelerator.prepare(*parts)
     start = values(accelerator, model)
     groups = [len(group["params"]) for group in optimizer.param_groups]
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
@@ -151,6 +158,7 @@ def train(case: str, folder: str) -> dict[str, Any]:
         losses.append(loss.item())
     result = {
         "start": start,
+        "tied": model_head(model) is model_embedding(model),
         "classes": sorted({type(p).__name__ for p in model.parameters()}),
         "groups": groups,
         "strangers": len(strangers),
@@ -162,7 +170,7 @@ def train(case: str, folder: str) -> dict[str, Any]:
         ).__name__,
         "reports_ok": [report.ok for report in accelerator.deferred_init_reports],
     }
-    if "tp" not in case:  # accelerate cannot save what only tp shards
+    if not case.startswith("tp"):  # accelerate cannot save what only tp shards
         result["again"] = saved_and_loaded(accelerator, model, folder)
     return result
 
@@ -181,9 +189,17 @@ def saved_and_loaded(accelerator: Accelerator, model: Any, folder: str) -> str:
     return again
 
 
-def eager(tie: bool) -> str:
+def model_head(model: Any) -> Any:
+    return getattr(model, "module", model).get_output_embeddings().weight
+
+
+def model_embedding(model: Any) -> Any:
+    return getattr(model, "module", model).get_input_embeddings().weight
+
+
+def eager(case: str) -> str:
     torch.manual_seed(0)
-    return digest(build(tie).state_dict())
+    return digest(build(case).state_dict())
 
 
 def main() -> None:
@@ -195,7 +211,7 @@ def main() -> None:
             result = train(case, folder[0])
             dist.barrier()
         if dist.get_rank() == 0:
-            result.update(case=case, eager=eager("untied" not in case))
+            result.update(case=case, eager=eager(case))
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
         gc.collect()  # a DDP left in a cycle may hang at exit, after its process group
