@@ -8,6 +8,7 @@ The plan, in seconds and without memory:
 A small one for real, on CPUs as well:
 
     python examples/init_large/deepseek_v3.py --size tiny --save /tmp/seed
+    torchrun --nproc-per-node 2 examples/init_large/deepseek_v3.py --size tiny
 
 Needs transformers.
 """

@@ -116,7 +116,12 @@ def _print_plan(build: Build, arguments: argparse.Namespace) -> int:
 
 def _make(build: Build, layers: str, arguments: argparse.Namespace) -> int:
     device = _join()
-    model = di.deferred_init(build, device=device)
+    if device.type == "cpu" and "transformer_engine" in sys.modules:
+        # Without a GPU its layers cannot be recorded, but built on meta and made.
+        with _on_meta():
+            model = build()
+    else:
+        model = di.deferred_init(build, device=device)
     _convert(model, arguments)
     # Weights that are stored quantized are made before they are sharded.
     quantized = arguments.recipe is not None and arguments.recipe.quantize_weights
