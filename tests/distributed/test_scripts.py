@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 
 import pytest
@@ -21,6 +22,25 @@ def test_the_example_makes_the_same_parameters_on_any_number_of_processes(
     assert two[-1] == one[-1]
     assert two[-2].endswith("ready: True")
     assert float(two[1].split()[-1]) < float(two[0].split()[-1]) + 1
+
+
+def test_the_trainer_prints_the_same_on_every_mesh(run_script: RunScript) -> None:
+    script = "examples/trainer_torchrun.py"
+    one = run_script(script, ranks=1).splitlines()
+    assert one[0].startswith("initial values ")
+    assert one[-1] == "loaded as it was saved: True"
+    for tp in ("1", "2"):
+        two = run_script(script, "--tp", tp, ranks=2).splitlines()
+        assert two[0] == one[0]
+        assert two[-1] == one[-1]
+        for line, expected in zip(two[1:-1], one[1:-1], strict=True):
+            numbers = [
+                [float(number) for number in re.findall(r"\d+\.\d+", text)]
+                for text in (line, expected)
+            ]
+            assert len(numbers[0]) == 2
+            assert numbers[0] == pytest.approx(numbers[1], abs=2e-3)
+    assert float(one[-2].split()[3][:-1]) < float(one[1].split()[3][:-1])
 
 
 @pytest.mark.parametrize("built", ["meta", "recorded"])
