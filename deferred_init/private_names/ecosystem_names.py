@@ -31,6 +31,16 @@ ECOSYSTEM_NAMES = (
             "the values of Hugging Face models",
             "none: record the constructor instead",
         ),
+        (
+            "PreTrainedModel._tp_plan",
+            "split a model as its tensor parallel plan says",
+            "`parallelize_module` before `prepare`",
+        ),
+        (
+            "PreTrainedModel._tp_size",
+            "tell accelerate that a model is split",
+            "`parallelize_module` and `config.distributed_config`",
+        ),
     ),
     *entries(
         "transformers.modeling_utils",
