@@ -98,8 +98,8 @@ class CheckpointInitializer:
 
         Args:
             made: What others claimed: values of tensors that are stored quantized
-                come in high precision first, and what becomes part of another
-                Parameter cannot be loaded.
+                come in high precision first; what becomes part of another Parameter,
+                or quantized shards, cannot be loaded.
         """
         quantized = {id(slot.tensor) for claim in made for slot, _ in claim.stored}
         joined = {id(slot.tensor) for claim in made for slot in claim.joined}
@@ -113,7 +113,10 @@ class CheckpointInitializer:
                 scratch_bytes=STEPS_AT_ONCE * _scratch_bytes(loads, quantized),
                 order=order,
                 settled=True,
-                problems=_problems_with_joined(loads, joined),
+                problems=(
+                    *_problems_with_joined(loads, joined),
+                    *_problems_with_shards(loads, quantized),
+                ),
             )
             yield self._inventory.roots[0], claim
 
@@ -150,6 +153,23 @@ def _problems_with_joined(loads: Sequence[Load], joined: Set[int]) -> tuple[str,
         f"loaded: {listing(names)}. Build the layer with single_grouped_weight=False "
         "and single_grouped_bias=False, or load these after `materialize` with "
         "`load_state_dict`",
+    )
+
+
+def _problems_with_shards(
+    loads: Sequence[Load], quantized: Set[int]
+) -> tuple[str, ...]:
+    targets = [
+        load.target for load in loads if id(load.target.slot.tensor) in quantized
+    ]
+    names = [each.name for each in targets if hasattr(each.slot.tensor, "device_mesh")]
+    if not names:
+        return ()
+    # Their scale is that of the whole, which a rank that loads its part does not see.
+    return (
+        f"{len(names)} tensors are stored quantized and are sharded already, so that "
+        f"no values can be loaded into them: {listing(names)}. Load the weights before "
+        "`fully_shard`, or with a recipe that keeps weights in high precision",
     )
 
 

@@ -1,0 +1,57 @@
+"""Weights for Transformer Engine's modules that FSDP2 sharded, by gloo on CPUs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+# Where the processes that are started find the pool as well.
+sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
+
+from rank_pool import RankPool
+
+import deferred_init as di
+
+pytestmark = [pytest.mark.te, pytest.mark.distributed]
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> Iterator[RankPool]:
+    pool = RankPool(2)
+    yield pool
+    pool.close()
+
+
+def _refused(_rank: int) -> str:
+    import warnings
+    from unittest import mock
+
+    warnings.simplefilter("ignore")
+    import transformer_engine.pytorch as te
+    from torch.distributed.fsdp import fully_shard
+    from transformer_engine.common.recipe import Float8CurrentScaling
+
+    with (
+        mock.patch.object(torch.cuda, "is_available", return_value=True),
+        mock.patch.object(torch.cuda, "current_device", return_value=0),
+        te.quantized_model_init(recipe=Float8CurrentScaling()),
+    ):
+        model = te.Linear(8, 16, device="meta")
+    fully_shard(model, mesh=dist.init_device_mesh("cpu", (2,)))
+    weights = {"weight": torch.ones(16, 8), "bias": torch.ones(16)}
+    with pytest.raises(di.PlanError) as caught:
+        di.plan(model, "cuda", gpu="h200", weights=weights)
+    return str(caught.value)
+
+
+def test_weights_for_quantized_shards_are_refused_in_the_plan(
+    two_ranks: RankPool,
+) -> None:
+    for text in two_ranks.run(_refused):
+        assert "1 tensors are stored quantized and are sharded already" in text, text
+        assert "`weight`. Load the weights before `fully_shard`" in text
