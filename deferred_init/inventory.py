@@ -7,52 +7,28 @@ containers and that `named_modules()` therefore never shows.
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import group_by_storage
+from deferred_init.object_contents import (
+    ATOM_TYPES,
+    BUILT_IN,
+    itself,
+    nothing,
+    reader_of,
+)
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 
-__all__ = ["leave_out", "look_into", "take_inventory"]
+__all__ = ["take_inventory"]
 
-_ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
-_ATOM_TYPES = frozenset(
-    {int, float, complex, str, bytes, bool, type(None), type, torch.dtype}
-    | {torch.device, torch.Size, type(lambda: 0), type(len), range, slice}
-    | {types.MethodType, types.ModuleType}
-)
-_BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
 _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 8
 # What FSDP2 keeps of its own; brought up to date by its refresher.
 _WRAPPER_STATE = "__composable_api_state_key"
-# Classes whose instances can be called and hold tensors all the same.
-_CALLABLE_HOLDERS: set[tuple[str, str]] = set()
-# By class: attributes that are no places of tensors, and of which instances that holds.
-_CACHES: dict[type, tuple[frozenset[str], Callable[[Any], bool]]] = {}
-
-
-def leave_out(
-    own: type, attributes: Iterable[str], when: Callable[[Any], bool]
-) -> None:
-    """Do not take for places of tensors what instances of a class cache.
-
-    Args:
-        own: The class; its subclasses are meant as well.
-        attributes: Those in which tensors of others are cached.
-        when: Says of an instance whether they are to be left out.
-    """
-    _CACHES[own] = (frozenset(attributes), when)
-
-
-def look_into(module_name: str, class_name: str) -> None:
-    """Look for tensors in instances of a class and its subclasses, though callable."""
-    _CALLABLE_HOLDERS.add((module_name, class_name))
 
 
 def take_inventory(models: Sequence[nn.Module]) -> Inventory:
@@ -133,13 +109,15 @@ class _Walk:
             if child is not None:
                 frame.queue.append((child, _join(fqn, name), registered))
         attributes = vars(module)
-        for name, value in attributes.items():
-            if (
-                type(value) not in _ATOM_TYPES
-                and name not in _MODULE_INTERNALS
-                and (type(value) not in _BUILT_IN or value)
-                and not name.startswith(_WRAPPER_STATE)
-            ):
+        worth = [
+            (name, value)
+            for name, value in attributes.items()
+            if type(value) not in ATOM_TYPES
+            and name not in _MODULE_INTERNALS
+            and (type(value) not in BUILT_IN or value)
+        ]
+        for name, value in worth:
+            if not name.startswith(_WRAPPER_STATE):
                 self._look(frame, name, attributes, name, value, 0)
         frame.slots = tuple(self.slots[start:])
         return frame
@@ -192,15 +170,16 @@ class _Walk:
         depth: int,
     ) -> None:
         """Look at one value that a module or a container of it holds."""
-        if isinstance(value, Tensor):
-            self._add(frame, name, SlotKind.ATTRIBUTE, container, value, False, key)
-        elif isinstance(value, nn.Module):
-            frame.queue.append((value, _join(frame.fqn, name), False))
+        items = reader_of(type(value))
+        if items is nothing:
+            return
+        if items is itself:
+            if isinstance(value, Tensor):
+                self._add(frame, name, SlotKind.ATTRIBUTE, container, value, False, key)
+            else:
+                frame.queue.append((value, _join(frame.fqn, name), False))
         elif depth < _MAX_DEPTH and id(value) not in self._seen_objects:
-            items = _items(value)
-            if items is None:
-                return
-            inner, pairs = items
+            inner, pairs = items(value)
             if not pairs:
                 return
             self._seen_objects.add(id(value))
@@ -238,52 +217,6 @@ def _carried(tensor: Tensor) -> Mapping[str, Any]:
     if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
         return {}
     return getattr(tensor, "__dict__", {})
-
-
-def _is_looked_into(own: type) -> bool:
-    return any((c.__module__, c.__name__) in _CALLABLE_HOLDERS for c in own.__mro__)
-
-
-def _items(value: Any) -> tuple[Any, list[tuple[Any, str, Any]]] | None:
-    """Return a container and its (key, label, item) triples, or None for a leaf.
-
-    Items that hold nothing are left out.
-    """
-    own = type(value)
-    if own is dict or (own not in _BUILT_IN and isinstance(value, Mapping)):
-        keyed = list(value.items())
-        return value, [(k, f"[{k!r}]", v) for k, v in keyed if _may_hold(v)]
-    if isinstance(value, (list, tuple)):
-        numbered = enumerate(value)
-        return value, [(i, f"[{i}]", v) for i, v in numbered if _may_hold(v)]
-    if isinstance(value, (set, frozenset)):
-        frozen = tuple(value)
-        numbered = enumerate(frozen)
-        return frozen, [(i, "{...}", v) for i, v in numbered if _may_hold(v)]
-    if isinstance(value, _ATOMS):
-        return None
-    if callable(value) and not _is_looked_into(own):
-        return None
-    attributes = getattr(value, "__dict__", None)
-    if not isinstance(attributes, dict):
-        return None
-    cached = _left_out(value)
-    named = [(k, v) for k, v in list(attributes.items()) if k not in cached]
-    return attributes, [(k, f".{k}", v) for k, v in named if _may_hold(v)]
-
-
-def _may_hold(value: Any) -> bool:
-    """Whether it is worth looking at an item of a container."""
-    own = type(value)
-    return own not in _ATOM_TYPES and (own not in _BUILT_IN or bool(value))
-
-
-def _left_out(value: Any) -> frozenset[str]:
-    for base in type(value).__mro__:
-        if base in _CACHES:
-            names, when = _CACHES[base]
-            return names if when(value) else frozenset()
-    return frozenset()
 
 
 def _join(prefix: str, name: str) -> str:

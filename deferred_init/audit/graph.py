@@ -15,7 +15,14 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deferred_init.audit.kinds import BUILT_IN, Kind, atoms, kind_of, parts_of
+from deferred_init.audit.kinds import (
+    BUILT_IN,
+    Kind,
+    atoms,
+    kind_of,
+    parts_of,
+    slot_parts,
+)
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
@@ -34,6 +41,7 @@ _HOOK_TABLES = frozenset(
 )
 _WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32
+_ATOM, _TENSOR, _MODULE, _CACHE = Kind.ATOM, Kind.TENSOR, Kind.MODULE, Kind.CACHE
 
 
 class Place(NamedTuple):
@@ -179,7 +187,7 @@ class _Walk:
             and (type(value) not in BUILT_IN or value)
             and not name.startswith(_WRAPPER_STATE)
         ]
-        rest += [(value, name[1:], 0) for name, value in parts_of(module, Kind.SLOTS)]
+        rest += [(value, name[1:], 0) for name, value in slot_parts(module)]
         if rest:
             self._values(rest, module, prefix, scope)
 
@@ -202,20 +210,22 @@ class _Walk:
         seen = self._seen
         while rest:
             value, name, depth = rest.pop()
-            kind = kind_of(value)
-            if kind is Kind.ATOM:
+            if id(value) in seen:
                 continue
-            if kind is Kind.TENSOR:
+            kind = kind_of(value)
+            if kind is _ATOM:
+                continue
+            if kind is _TENSOR:
                 assert isinstance(value, Tensor)
                 self._tensor(value, "attribute", owner, prefix, name, scope)
-            elif kind is Kind.MODULE:
+            elif kind is _MODULE:
                 assert isinstance(value, nn.Module)
                 self.tree(value, prefix + name, scope)
-            elif id(value) not in seen and depth < _MAX_DEPTH:
-                if kind is Kind.CACHE:
+            elif depth < _MAX_DEPTH:
+                if kind is _CACHE:
                     self.graph.caches.append((prefix + name, value))
                 parts = parts_of(value, kind)
-                if parts or kind is Kind.CACHE:
+                if parts or kind is _CACHE:
                     seen.add(id(value))
                     self._keep.append(value)
                     depth += 1

@@ -7,17 +7,20 @@ import enum
 import functools
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 __all__ = ["BUILT_IN", "Kind", "atoms", "kind_of", "parts_of", "register_cache"]
+__all__ += ["slot_parts"]
 
 
 class Kind(enum.Enum):
     """How an object is looked into."""
+
+    __hash__ = object.__hash__  # that of an enum is written in Python
 
     ATOM = enum.auto()
     """Not at all."""
@@ -32,8 +35,6 @@ class Kind(enum.Enum):
     CELL = enum.auto()
     OBJECT = enum.auto()
     """By its instance dict and its slots."""
-    SLOTS = enum.auto()
-    """By its slots alone; never the kind of an object."""
     CACHE = enum.auto()
     """Like an object, but for attributes that only cache what others hold."""
 
@@ -73,6 +74,11 @@ _cached: dict[type, frozenset[str]] = {}
 _members: dict[type, tuple[tuple[str, types.MemberDescriptorType], ...]] = {}
 
 
+Parts = list[tuple[str, object]]
+# Names for loops: to read a member of an enum takes as long as to call a function.
+_OBJECT, _CACHE = Kind.OBJECT, Kind.CACHE
+
+
 def register_cache(own: type, attributes: Iterable[str]) -> None:
     """Leave what a class caches to a detector of its own.
 
@@ -99,64 +105,61 @@ def atoms() -> Set[type]:
     return _atom_types
 
 
-def parts_of(value: Any, kind: Kind) -> list[tuple[str, object]]:
+def parts_of(value: Any, kind: Kind) -> Parts:
     """List what an object holds, each part with the label that leads to it.
 
     Atoms of types that were met before are left out. Lists and not generators, as
     most objects hold little or nothing, and there are tens of each module.
     """
     own = type(value)
-    if own in BUILT_IN and not value:
-        return []
-    found: list[tuple[str, object]] = []
-    if kind is Kind.DICT:
-        items = dict.items(value) if isinstance(value, dict) else value.items()
-        found = [
-            (f"[{key!r}]" if type(key) in (str, int) else "[...]", item)
-            for key, item in items
-            if type(item) not in _atom_types
-        ]
-    elif kind is Kind.SEQUENCE:
-        found = [
-            (f"[{index}]", item)
-            for index, item in enumerate(_sequence_iter(value))
-            if type(item) not in _atom_types
-        ]
-    elif kind is Kind.SET:
-        items = set.copy(value) if isinstance(value, set) else tuple(value)
-        found = [("{...}", item) for item in items if type(item) not in _atom_types]
-    elif kind is Kind.FUNCTION:
-        found = _function_parts(value)
-    elif kind is Kind.METHOD:
-        return [(".__self__", value.__self__), (".__func__", value.__func__)]
-    elif kind is Kind.PARTIAL:
-        found = [
-            (".func", value.func),
-            (".args", value.args),
-            (".keywords", value.keywords),
-        ]
-    elif kind is Kind.CELL:
-        return _cell_parts("", value)
-    elif kind is Kind.SLOTS:
-        return _slot_parts(value)
     if own in BUILT_IN:
-        return found
-    attributes = _dict_parts(value)
-    if kind is Kind.CACHE:
-        skipped = next(_cached[b] for b in own.__mro__ if b in _cached)
-        return [part for part in attributes if part[0][1:] not in skipped]
-    found += attributes
-    if kind is Kind.OBJECT:
-        found += _slot_parts(value)
-    return found
+        return _PARTS[kind](value) if value else []
+    if kind is _OBJECT:
+        return _dict_parts(value) + slot_parts(value)
+    if kind is _CACHE:
+        skipped = next(_cached[base] for base in own.__mro__ if base in _cached)
+        return [part for part in _dict_parts(value) if part[0][1:] not in skipped]
+    found = _PARTS[kind](value)
+    return found if kind in _WITHOUT_DICT else found + _dict_parts(value)
 
 
-def _function_parts(value: Any) -> list[tuple[str, object]]:
-    found: list[tuple[str, object]] = []
+def _mapping_parts(value: Any) -> Parts:
+    items = dict.items(value) if isinstance(value, dict) else value.items()
+    return [
+        (f"[{key!r}]" if type(key) in (str, int) else "[...]", item)
+        for key, item in items
+        if type(item) not in _atom_types
+    ]
+
+
+def _sequence_parts(value: Any) -> Parts:
+    return [
+        (f"[{index}]", item)
+        for index, item in enumerate(_sequence_iter(value))
+        if type(item) not in _atom_types
+    ]
+
+
+def _set_parts(value: Any) -> Parts:
+    items = set.copy(value) if isinstance(value, set) else tuple(value)
+    return [("{...}", item) for item in items if type(item) not in _atom_types]
+
+
+def _method_parts(value: Any) -> Parts:
+    return [(".__self__", value.__self__), (".__func__", value.__func__)]
+
+
+def _partial_parts(value: Any) -> Parts:
+    names = ("func", "args", "keywords")
+    return [(f".{name}", getattr(value, name)) for name in names]
+
+
+def _function_parts(value: Any) -> Parts:
+    found: Parts = []
     if value.__closure__:
         names = value.__code__.co_freevars
         for name, cell in zip(names, value.__closure__, strict=True):
-            found += _cell_parts(f".<{name}>", cell)
+            found += [(f".<{name}>", part) for _, part in _cell_parts(cell)]
     if value.__defaults__:
         found.append((".__defaults__", value.__defaults__))
     if value.__kwdefaults__:
@@ -164,11 +167,12 @@ def _function_parts(value: Any) -> list[tuple[str, object]]:
     return found
 
 
-def _cell_parts(label: str, cell: types.CellType) -> list[tuple[str, object]]:
+def _cell_parts(cell: types.CellType) -> Parts:
     try:
-        return [(label, cell.cell_contents)]
+        content = cell.cell_contents
     except ValueError:  # an empty cell
         return []
+    return [] if type(content) in _atom_types else [("", content)]
 
 
 def _classify(own: type) -> Kind:
@@ -200,7 +204,7 @@ def _sequence_iter(value: Any) -> Iterator[object]:
     return iter(list(collections.deque.__iter__(value)))
 
 
-def _dict_parts(value: object) -> list[tuple[str, object]]:
+def _dict_parts(value: object) -> Parts:
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
@@ -214,12 +218,13 @@ def _dict_parts(value: object) -> list[tuple[str, object]]:
     ]
 
 
-def _slot_parts(value: object) -> list[tuple[str, object]]:
+def slot_parts(value: object) -> Parts:
+    """List what an object holds in slots of its class."""
     own = type(value)
     members = _members.get(own)
     if members is None:
         members = _members[own] = tuple(_slot_members(own))
-    found: list[tuple[str, object]] = []
+    found: Parts = []
     for label, member in members:
         try:
             found.append((label, member.__get__(value, own)))
@@ -234,3 +239,15 @@ def _slot_members(own: type) -> Iterator[tuple[str, types.MemberDescriptorType]]
             for name, member in base.__dict__.items():
                 if isinstance(member, types.MemberDescriptorType):
                     yield f".{name}", member
+
+
+_PARTS: dict[Kind, Callable[[Any], Parts]] = {
+    Kind.DICT: _mapping_parts,
+    Kind.SEQUENCE: _sequence_parts,
+    Kind.SET: _set_parts,
+    Kind.FUNCTION: _function_parts,
+    Kind.METHOD: _method_parts,
+    Kind.PARTIAL: _partial_parts,
+    Kind.CELL: _cell_parts,
+}
+_WITHOUT_DICT = frozenset({Kind.METHOD, Kind.CELL})

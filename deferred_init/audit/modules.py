@@ -54,7 +54,7 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"`train({before.training})`",
         )
     changed = before.transient ^ module._non_persistent_buffers_set
-    for name in sorted(changed & module._buffers.keys()):
+    for name in sorted(changed & module._buffers.keys()) if changed else ():
         was = "not " if name in before.transient else ""
         yield _finding(
             before,
@@ -64,8 +64,9 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             name,
         )
     prefix = f"{before.fqn}." if before.fqn else ""
-    gone_names = sorted(before.attributes - vars(module).keys())
-    lost = [name for name in gone_names if not scene.is_rebound(prefix + name)]
+    now = vars(module)
+    missing = sorted(name for name in before.attributes if name not in now)
+    lost = [name for name in missing if not scene.is_rebound(prefix + name)]
     if lost:
         yield _finding(
             before,
@@ -73,7 +74,7 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"the attributes {listing(lost)} as before, found none; set them again",
         )
     for table, hooks in before.hooks.items():
-        kept = {id(hook) for hook in vars(module).get(table, {}).values()}
+        kept = {id(hook) for hook in now.get(table, {}).values()}
         gone = sum(id(hook) not in kept for hook in hooks)
         if gone:
             yield _finding(

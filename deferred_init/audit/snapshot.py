@@ -67,7 +67,7 @@ class ModuleBefore(NamedTuple):
     module_class: type
     training: bool
     transient: frozenset[str]
-    attributes: frozenset[str]
+    attributes: tuple[str, ...]
     hooks: Hooks
 
 
@@ -194,7 +194,7 @@ def _module_before(found: ModulePlace) -> ModuleBefore:
         module_class=type(module),
         training=module.training,
         transient=frozenset(module._non_persistent_buffers_set),
-        attributes=frozenset(attributes),
+        attributes=tuple(attributes),
         hooks={
             table: tuple(hooks.values())
             for table in MODULE_HOOKS

@@ -11,7 +11,7 @@ from transformer_engine.pytorch.ops import FusedOperation
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
-from deferred_init.inventory import look_into
+from deferred_init.object_contents import look_into
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.fusers import find_fusers, stale_parameters
 

@@ -24,7 +24,7 @@ from transformer_engine.pytorch.ops import Sequential as TESequential
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.inventory import leave_out
+from deferred_init.object_contents import leave_out
 from deferred_init.slots import Inventory
 
 __all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameters"]

@@ -1,0 +1,139 @@
+"""How the inventory looks into the objects that modules hold.
+
+By their type alone, which is remembered: a model has tens of such objects a module.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["ATOM_TYPES", "BUILT_IN", "itself", "leave_out", "look_into", "nothing"]
+__all__ += ["reader_of"]
+
+_ATOMS = (int, float, complex, str, bytes, bool, type(None), type, torch.dtype)
+ATOM_TYPES = frozenset(
+    {int, float, complex, str, bytes, bool, type(None), type, torch.dtype}
+    | {torch.device, torch.Size, type(lambda: 0), type(len), range, slice}
+    | {types.MethodType, types.ModuleType}
+)
+"""Types of values that hold no tensors."""
+BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
+"""Types of containers that hold nothing but their items."""
+Items = tuple[Any, list[tuple[Any, str, Any]]]
+Reader = Callable[[Any], Items]
+_READERS: dict[type, Reader] = {}
+_MAX_TYPES = 1024  # it keeps types alive
+# Classes whose instances can be called and hold tensors all the same.
+_CALLABLE_HOLDERS: set[tuple[str, str]] = set()
+# By class: attributes that are no places of tensors, and of which instances that holds.
+_CACHES: dict[type, tuple[frozenset[str], Callable[[Any], bool]]] = {}
+
+
+def leave_out(
+    own: type, attributes: Iterable[str], when: Callable[[Any], bool]
+) -> None:
+    """Do not take for places of tensors what instances of a class cache.
+
+    Args:
+        own: The class; its subclasses are meant as well.
+        attributes: Those in which tensors of others are cached.
+        when: Says of an instance whether they are to be left out.
+    """
+    _CACHES[own] = (frozenset(attributes), when)
+    _READERS.clear()
+
+
+def look_into(module_name: str, class_name: str) -> None:
+    """Look for tensors in instances of a class and its subclasses, though callable."""
+    _CALLABLE_HOLDERS.add((module_name, class_name))
+    _READERS.clear()
+
+
+def _is_looked_into(own: type) -> bool:
+    return any((c.__module__, c.__name__) in _CALLABLE_HOLDERS for c in own.__mro__)
+
+
+def reader_of(own: type) -> Reader:
+    """Return how to look into objects of a type; remembered."""
+    found = _READERS.get(own)
+    return _find_reader(own) if found is None else found
+
+
+def _find_reader(own: type) -> Reader:
+    if len(_READERS) >= _MAX_TYPES:
+        _READERS.clear()
+    found: Reader = _of_object
+    if issubclass(own, (Tensor, nn.Module)):
+        found = itself
+    elif issubclass(own, Mapping):
+        found = _of_mapping
+    elif issubclass(own, (list, tuple)):
+        found = _of_sequence
+    elif issubclass(own, (set, frozenset)):
+        found = _of_set
+    elif issubclass(own, _ATOMS):
+        found = nothing
+    elif any("__call__" in vars(base) for base in own.__mro__):
+        found = _of_object if _is_looked_into(own) else nothing
+    if found is _of_object and any(base in _CACHES for base in own.__mro__):
+        found = _of_caching_object
+    _READERS[own] = found
+    return found
+
+
+# Each returns a container and (key, label, item) of what may lead to tensors in it.
+def nothing(value: Any) -> Items:
+    """Read an object that holds nothing."""
+    return value, []
+
+
+def itself(value: Any) -> Items:
+    """Read a tensor or a module, which are no containers."""
+    return value, []
+
+
+def _of_mapping(value: Any) -> Items:
+    keyed = list(value.items())
+    return value, [(k, f"[{k!r}]", v) for k, v in keyed if _may_hold(v)]
+
+
+def _of_sequence(value: Any) -> Items:
+    return value, [(i, f"[{i}]", v) for i, v in enumerate(value) if _may_hold(v)]
+
+
+def _of_set(value: Any) -> Items:
+    frozen = tuple(value)
+    return frozen, [(i, "{...}", v) for i, v in enumerate(frozen) if _may_hold(v)]
+
+
+def _of_object(value: Any) -> Items:
+    attributes = getattr(value, "__dict__", None)
+    if not isinstance(attributes, dict):
+        return value, []
+    named = list(attributes.items())
+    return attributes, [(k, f".{k}", v) for k, v in named if _may_hold(v)]
+
+
+def _of_caching_object(value: Any) -> Items:
+    attributes, items = _of_object(value)
+    cached = _left_out(value)
+    return attributes, [item for item in items if item[0] not in cached]
+
+
+def _may_hold(value: Any) -> bool:
+    """Whether it is worth looking at an item of a container."""
+    own = type(value)
+    return own not in ATOM_TYPES and (own not in BUILT_IN or bool(value))
+
+
+def _left_out(value: Any) -> frozenset[str]:
+    for base in type(value).__mro__:
+        if base in _CACHES:
+            names, when = _CACHES[base]
+            return names if when(value) else frozenset()
+    return frozenset()
