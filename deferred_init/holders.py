@@ -1,9 +1,8 @@
 """Who else holds parameters: optimizers, EMA copies, lists, closures.
 
 Holders that keep Parameter *objects* need nothing, since the objects stay the same.
-This module serves the rest: it checks optimizers before the work, makes state that
-optimizers create in their constructor, and points every holder that can be found to
-the new object where a swap was impossible.
+This module serves the rest: it checks optimizers before the work, and points every
+holder that can be found to the new object where a swap was impossible.
 """
 
 from __future__ import annotations
@@ -11,17 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deferred_init.aliases import is_deferred
+from deferred_init.optimizer_state import Undo, optimizer_problems, restorer
 from deferred_init.slots import Inventory
 
-__all__ = ["check_holders", "fill_optimizer_state", "rebind_holders"]
+__all__ = ["check_holders", "rebind_holders"]
 
 Replaced = Mapping[int, tuple[Tensor, Tensor]]
-Undo = Callable[[Callable[[], None]], None]
 _MAX_DEPTH = 8
 
 
@@ -52,48 +50,8 @@ def check_holders(
                 f"does not have (numbers {strangers[:10]}); nothing would make them. "
                 "Pass their model as well, in a list"
             )
-        stale = [
-            f"{number}.{key}"
-            for number, param in enumerate(params)
-            for key, value in optimizer.state.get(param, {}).items()
-            if isinstance(value, Tensor)
-            and is_deferred(value)
-            and not _is_constructor_state(optimizer, key)
-        ]
-        if stale:
-            problems.append(
-                f"{label} has {len(stale)} deferred state tensors ({stale[:10]}), left "
-                "by a step on a model without memory. Clear them with "
-                "`optimizer.state.clear()`"
-            )
-        problems += _lost_options(optimizer, label)
+        problems += optimizer_problems(optimizer, label)
     return problems
-
-
-def fill_optimizer_state(optimizers: Sequence[Optimizer], on_undo: Undo) -> list[str]:
-    """Make state that an optimizer created in its constructor, and nothing else.
-
-    Among torch's optimizers that is Adagrad's `sum`, filled with its group's
-    `initial_accumulator_value`, and its `step`, 0. Transformer Engine's FusedAdam
-    moves its learning rate to where its parameters are, which loses the value; the
-    optimizer's default has it still.
-    """
-    made: list[str] = []
-    for optimizer in optimizers:
-        for group, name in _deferred_options(optimizer):
-            on_undo(_restorer(group, name, group[name]))
-            value = torch.as_tensor(optimizer.defaults[name], dtype=group[name].dtype)
-            group[name] = value.to(group["params"][0].device, copy=True)
-            made.append(f"{type(optimizer).__name__}'s {name!r}, of its defaults")
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and is_deferred(value):
-                        on_undo(_restorer(state, key, value))
-                        state[key] = _constructor_state(group, param, key)
-                        made.append(f"{type(optimizer).__name__}.state[...][{key!r}]")
-    return list(dict.fromkeys(made))
 
 
 def rebind_holders(
@@ -189,7 +147,7 @@ class _HolderWalk:
                         f"`{label}` is an item of a tuple and its tensor had to be "
                         "replaced; hold it in a list"
                     )
-                self._on_undo(_restorer(table, key, value))
+                self._on_undo(restorer(table, key, value))
                 table[key] = self._replaced[id(value)][1]
                 self.changed.append(label)
 
@@ -221,55 +179,6 @@ def _is_elsewhere(
         for group in optimizer.param_groups
         for index, param in enumerate(group["params"])
     )
-
-
-def _deferred_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], str]]:
-    """Return options of groups, such as `lr`, that are tensors without memory."""
-    return [
-        (group, name)
-        for group in optimizer.param_groups
-        for name, value in group.items()
-        if isinstance(value, Tensor) and is_deferred(value)
-    ]
-
-
-def _lost_options(optimizer: Optimizer, label: str) -> list[str]:
-    """Name options without memory whose value nothing tells any more."""
-    several = len(optimizer.param_groups) > 1
-    lost = [
-        name
-        for _, name in _deferred_options(optimizer)
-        if several or not _has_value(optimizer.defaults.get(name))
-    ]
-    if not lost:
-        return []
-    return [
-        f"{label} has {len(lost)} options without memory ({lost[:10]}), moved to where "
-        "the parameters are by its constructor, and each group may have had a value of "
-        "its own. Set them again, as in `group['lr'] = torch.tensor(1e-3)`"
-    ]
-
-
-def _has_value(value: Any) -> bool:
-    if isinstance(value, Tensor):
-        return not is_deferred(value)
-    return isinstance(value, (int, float))
-
-
-def _is_constructor_state(optimizer: Optimizer, key: str) -> bool:
-    return isinstance(optimizer, torch.optim.Adagrad) and key in ("sum", "step")
-
-
-def _constructor_state(group: dict[str, Any], param: Tensor, key: str) -> Tensor:
-    if key == "step":
-        return torch.tensor(0.0, dtype=torch.get_default_dtype(), device="cpu")
-    start = float(group["initial_accumulator_value"])
-    value = complex(start, start) if param.is_complex() else start
-    return torch.full_like(param, value, memory_format=torch.preserve_format)
-
-
-def _restorer(table: Any, key: Any, value: Any) -> Callable[[], None]:
-    return lambda: table.__setitem__(key, value)
 
 
 def _list_restorer(params: list[Tensor]) -> Callable[[], None]:

@@ -15,9 +15,10 @@ from deferred_init.fast.policy import Fast
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import load_handlers, refreshers
-from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
+from deferred_init.holders import check_holders, rebind_holders
 from deferred_init.inventory import take_inventory
 from deferred_init.loading.matching import WeightsRequest
+from deferred_init.optimizer_state import fill_optimizer_state
 from deferred_init.plan import Plan
 from deferred_init.planner import make_plan
 from deferred_init.progress import progress_bar

@@ -31,7 +31,7 @@ from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
-    joined_in_parts,
+    joined_problems,
     joined_slots,
     lend_scratch,
     split_early_bias,
@@ -91,7 +91,7 @@ class TEModuleInit:
             problems=(
                 *problems_with(choice, label, request, weights),
                 *_split_problem(module, choice, label),
-                *_grouped_problem(site, pending, label),
+                *joined_problems(site, made, label),
             ),
             scratch_bytes=_scratch_bytes(choice, late),
             stored=stored_as(choice, late),
@@ -252,26 +252,6 @@ def _split_problem(module: Any, choice: Choice, label: str) -> tuple[str, ...]:
         f"{label} splits its weight into {len(module.weight_names)} parameters, which "
         "Transformer Engine cannot store quantized: build it with fused parameters "
         "(`fuse_qkv_params=True`), or name it in `high_precision_modules`",
-    )
-
-
-def _grouped_problem(
-    site: ModuleSite, pending: tuple[Slot, ...], label: str
-) -> tuple[str, ...]:
-    real = [
-        slot.name
-        for slot in site.slots
-        if slot.kind is SlotKind.PARAMETER and slot not in pending
-    ]
-    if not is_grouped(site.module):
-        return ()
-    if any(is_sharded(slot.tensor) for slot in pending):
-        return (joined_in_parts(label),)
-    if not real:
-        return ()
-    return (
-        f"{label} joins its parameters into one, but {len(real)} of them ({real[0]}, "
-        "...) have values already: load all of them, or none",
     )
 
 

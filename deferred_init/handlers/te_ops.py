@@ -7,7 +7,6 @@ the recipe's quantizers in place, and what it makes is adopted by the old object
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from deferred_init.te.fusers import FuserRefresher
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
-    joined_in_parts,
+    joined_problems,
     joined_slots,
     lend_scratch,
 )
@@ -81,7 +80,8 @@ class BasicOpInit:
             problems=(
                 *problems_with(choice, label, request, weights),
                 *_recipe_state_problem(op, choice, label),
-                *_grouped_problem(op, made, label),
+                *_delayed_problem(op, choice, label),
+                *joined_problems(site, made, label),
             ),
             # A grouped op makes all experts in one block.
             scratch_bytes=sum(sizes) + whole_bytes(choice, sharded),
@@ -166,11 +166,6 @@ def _adopt(op: Any, slots: list[Slot], workspace: Workspace) -> None:
             slot.write(slot.tensor)
 
 
-def _grouped_problem(op: Any, made: tuple[Slot, ...], label: str) -> Iterator[str]:
-    if is_grouped(op) and any(is_sharded(slot.tensor) for slot in made):
-        yield joined_in_parts(label)
-
-
 def _check_device(slots: list[Slot], device: torch.device) -> None:
     for slot in slots:
         made = slot.read()
@@ -214,6 +209,19 @@ def _recipe_state_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...
         f"{label} stores its weights quantized, but the ops of this Transformer Engine "
         "release have no `reset_recipe_state`: use a recipe that keeps weights in high "
         "precision, or name it in `high_precision_modules`",
+    )
+
+
+def _delayed_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...]:
+    joins = getattr(op, "single_grouped_weight", False)
+    if not (joins and choice.quantized and choice.te_recipe is not None):
+        return ()
+    if not choice.te_recipe.delayed():
+        return ()
+    return (
+        f"{label} joins its weights into one, which Transformer Engine does not do "
+        "with delayed scaling: build it with `single_grouped_weight=False`, take "
+        "another recipe, or name it in `high_precision_modules`",
     )
 
 

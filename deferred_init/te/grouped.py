@@ -16,10 +16,11 @@ import torch
 from torch import nn
 
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.slots import Slot
+from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.te.quantization import is_sharded
 
-__all__ = ["adopt_or_merge", "is_grouped", "joined_in_parts"]
-__all__ += ["joined_slots", "lend_scratch", "split_early_bias"]
+__all__ = ["adopt_or_merge", "is_grouped", "joined_problems", "joined_slots"]
+__all__ += ["lend_scratch", "split_early_bias"]
 
 
 def is_grouped(module: Any) -> bool:
@@ -44,12 +45,42 @@ def joined_slots(module: Any, slots: Iterable[Slot]) -> tuple[Slot, ...]:
     )
 
 
-def joined_in_parts(label: str) -> str:
-    """Say that parameters which are sharded one by one cannot become one."""
+def joined_problems(
+    site: ModuleSite, pending: Sequence[Slot], label: str
+) -> tuple[str, ...]:
+    """Say why the parameters of a layer cannot become one; empty if they can."""
+    if not is_grouped(site.module):
+        return ()
+    if any(is_sharded(slot.tensor) for slot in pending):
+        return (
+            f"{label} joins its parameters into one when they get memory, but they are "
+            "sharded one by one already: materialize the model first, or build the "
+            "layer with `single_grouped_weight=False, single_grouped_bias=False`",
+        )
+    params = [slot for slot in site.slots if slot.kind is SlotKind.PARAMETER]
+    real = [slot.name for slot in params if slot not in pending]
+    if real and len(real) < len(params):
+        return (
+            f"{label} joins its parameters into one, but {len(real)} of them "
+            f"({real[0]}, ...) have values already: load all of them, or none",
+        )
+    joined = joined_slots(site.module, pending)
+    texts = (
+        _frozen_in_part([slot for slot in joined if slot.name.startswith(kind)])
+        for kind in ("weight", "bias")
+    )
+    return tuple(f"{label} joins {text}" for text in texts if text)
+
+
+def _frozen_in_part(slots: Sequence[Slot]) -> str:
+    frozen = [slot.name for slot in slots if not slot.tensor.requires_grad]
+    if not 0 < len(frozen) < len(slots):
+        return ""
+    names = ", ".join(frozen[:10])
     return (
-        f"{label} joins its parameters into one when they get memory, but they are "
-        "sharded one by one already: materialize the model first, or build the layer "
-        "with `single_grouped_weight=False, single_grouped_bias=False`"
+        f"{len(slots)} parameters into one `{slots[0].name.rstrip('0123456789')}`, but "
+        f"{len(frozen)} of them are frozen ({names}) and the others are not: freeze "
+        "all of them, or none"
     )
 
 
@@ -97,14 +128,7 @@ def adopt_or_merge(
         if not gone:
             continue
         joined = _made(module, kind)
-        frozen = [slot for slot in gone if not slot.tensor.requires_grad]
-        if frozen and len(frozen) < len(gone):
-            names = ", ".join(slot.name for slot in frozen)
-            raise RuntimeError(
-                f"{names} are frozen and the others are not, but all of them become "
-                f"one parameter `{kind}`"
-            )
-        joined.requires_grad_(not frozen)
+        joined.requires_grad_(gone[0].tensor.requires_grad)  # of all, by the plan
         for name, value in gone[0].tensor.__dict__.items():
             joined.__dict__.setdefault(name, value)
         workspace.rebind(gone, joined)

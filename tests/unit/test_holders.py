@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-from deferred_init.holders import check_holders, fill_optimizer_state, rebind_holders
+from deferred_init.holders import check_holders, rebind_holders
 from deferred_init.inventory import take_inventory
+from deferred_init.optimizer_state import fill_optimizer_state
 from deferred_init.undo import UndoLog
 
 
