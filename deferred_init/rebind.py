@@ -14,11 +14,14 @@ from __future__ import annotations
 import copyreg
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from deferred_init.record.paused import no_dispatch
 
 __all__ = ["exchange", "swap_obstacle", "take_over"]
 
@@ -39,10 +42,17 @@ def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
     if extra > 0 and tensor.is_leaf and tensor.requires_grad:
         # One extra use may be its own AccumulateGrad node, which does no harm.
         before = _use_count(tensor)
-        node = torch.autograd.graph.get_gradient_edge(tensor).node
+        with _unrecorded(tensor):
+            node = torch.autograd.graph.get_gradient_edge(tensor).node
         extra -= int(_use_count(tensor) == before)
         del node
     return "a view of it, or a graph that uses it, is alive" if extra > 0 else None
+
+
+def _unrecorded(tensor: Tensor) -> AbstractContextManager[object]:
+    """Keep a look at a tensor out of its recording, which would grow by it."""
+    records = getattr(type(tensor), "__records_operations__", False)
+    return no_dispatch() if records else nullcontext()
 
 
 def exchange(

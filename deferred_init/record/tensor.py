@@ -74,6 +74,7 @@ class DeferredTensor(torch.Tensor):
     """A tensor whose operations are recorded; see the note at the top of the file."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __records_operations__ = True
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

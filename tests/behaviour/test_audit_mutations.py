@@ -16,6 +16,7 @@ from torch.optim.swa_utils import AveragedModel
 import deferred_init as di
 from deferred_init.audit import Snapshot, run_audit, take_snapshot
 from deferred_init.poison import fill_poison
+from tests.reliability.tally import tally
 
 
 class Model(nn.Module):
@@ -402,6 +403,7 @@ def test_the_audit_alone_finds_that(name: str) -> None:
     situation = _situation()
     mutate(situation)
     assert code in situation.codes(snapshot=False)
+    tally["seeded mutations"] += 1
 
 
 @pytest.mark.parametrize("name", WITH_SNAPSHOT)
@@ -410,6 +412,7 @@ def test_the_audit_with_a_snapshot_finds_that(name: str) -> None:
     situation = _situation()
     mutate(situation)
     assert code in situation.codes(snapshot=True)
+    tally["seeded mutations"] += 1
 
 
 def test_a_real_tensor_that_was_written_or_moved_is_found() -> None:

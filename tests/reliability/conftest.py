@@ -1,7 +1,7 @@
 """How long the laws are tested: a short profile by default, a long one on request.
 
-`RELIABILITY_EXAMPLES=20000 python -m pytest tests/reliability/test_laws.py` runs each
-law that many times; the figures of the last such run are in `docs/reliability.md`.
+`python -m tests.reliability 20000` tries each law that often, and every kind of error
+at every boundary; the figures of the last such run are in `docs/reliability.md`.
 """
 
 from __future__ import annotations

@@ -25,6 +25,7 @@ from deferred_init import api, execute, pipeline, workspace
 from deferred_init.record import Replay
 from deferred_init.rng import ByName, Eager
 from tests.reliability.portrait import Portrait, assert_equal, generators, portrait
+from tests.reliability.tally import tally
 
 
 class Injected(RuntimeError):
@@ -223,3 +224,4 @@ def check_one(
     del caught
     job.run()
     assert_equal(job.facts(), done)
+    tally["faults at boundaries"] += 1

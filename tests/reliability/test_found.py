@@ -13,6 +13,7 @@ import deferred_init as di
 from deferred_init import workspace
 from deferred_init.own_attributes import own_attribute
 from deferred_init.rebind import exchange
+from deferred_init.record.tensor import value_of
 from deferred_init.reparametrized import is_parametrized, original_type
 from deferred_init.undo import UndoLog
 from tests.reliability.portrait import assert_equal, portrait, seed
@@ -65,6 +66,18 @@ def _tensors(model: nn.Module) -> list[Tensor]:
     attributes = [a for m in model.modules() for a in vars(m).values()]
     carried = [a for tensor in own for a in vars(tensor).values()]
     return own + [a for a in attributes + carried if isinstance(a, Tensor)]
+
+
+def test_a_plan_and_an_audit_do_not_prolong_a_recording() -> None:
+    model = di.deferred_init(nn.Linear, 2, 2)
+    held = model.weight[:1]
+    nodes = value_of(model.weight).recording.nodes
+    length = len(nodes)
+    for _ in range(3):
+        di.plan(model, "cpu")
+        di.audit(model, verify="full")
+    assert len(nodes) == length
+    del held
 
 
 def test_materialize_module_too_makes_what_a_tensor_carries() -> None:

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deferred_init as di
 from deferred_init import workspace
 from deferred_init.record import Replay
+from tests.reliability.made import eager, on_meta, recorded
 from tests.reliability.portrait import (
     Portrait,
     assert_equal,
@@ -26,33 +27,12 @@ from tests.reliability.portrait import (
     portrait,
     seed,
 )
-from tests.reliability.trees import ACTIONS, CONVENTIONAL, Program, build, programs
+from tests.reliability.tally import tally
+from tests.reliability.trees import ACTIONS, CONVENTIONAL, Program, programs
 
 # Found in eager models too: two Parameters on one memory, a padding row that was
 # written, and the like are what the programs ask for.
 DELIBERATE = {"duplicate-storage", "padding-row"}
-
-
-def eager(
-    program: Program, conventional: bool = False
-) -> tuple[nn.Module, dict[str, Any], tuple[Any, ...]]:
-    """Build a tree at once; return it, its portrait and the generators' states."""
-    seed()
-    model = build(program, conventional)
-    return model, portrait(model), generators()
-
-
-def recorded(program: Program) -> nn.Module:
-    seed()
-    before = generators()
-    model = di.deferred_init(build, program)
-    assert generators() == before, "recording moved a generator"
-    return model
-
-
-def on_meta(program: Program, conventional: bool = False) -> nn.Module:
-    with torch.device("meta"):
-        return build(program, conventional)
 
 
 def findings_of(model: nn.Module) -> Counter[tuple[str, str]]:
@@ -64,17 +44,29 @@ def assert_names_a_tensor(error: di.PlanError) -> None:
     assert "`" in str(error)
 
 
+def assert_done_as_planned(plan: di.Plan, report: di.Report) -> None:
+    planned = [
+        (s.index, s.site.fqn, s.initializer.name, s.num_bytes) for s in plan.steps
+    ]
+    done = [
+        (index, step.fqn, step.initializer, step.num_bytes)
+        for index, step in enumerate(report.steps)
+    ]
+    assert done == planned
+
+
 @given(programs())
 def test_a_recorded_tree_equals_the_eager_one_bit_for_bit(program: Program) -> None:
     model, expected, states = eager(program)
     deferred = recorded(program)
-    planned = di.plan(deferred, "cpu").final_bytes
+    plan = di.plan(deferred, "cpu")
     report = di.materialize(deferred, "cpu", verify="full", strict=False)
     found = Portrait(deferred)
     assert_equal(found.facts, expected)
     if found.tensors:  # a recording without tensors is not kept anywhere
         assert generators() == states
-    assert planned == found.num_bytes == report.final_bytes
+    assert plan.final_bytes == found.num_bytes == report.final_bytes
+    assert_done_as_planned(plan, report)
     audited = findings_of(deferred)
     assert audited == findings_of(model)
     codes = {code for code, _ in audited} | {f.code for f in report.findings}
@@ -118,6 +110,7 @@ def test_a_tree_on_meta_is_made_whole_or_refused_by_name(program: Program) -> No
         return
     before, states = portrait(model), generators()
     try:
+        plan = di.plan(model, "cpu", seed=0)
         report = di.materialize(model, "cpu", seed=0, verify="full", strict=False)
     except di.PlanError as error:
         event("refused")
@@ -126,6 +119,7 @@ def test_a_tree_on_meta_is_made_whole_or_refused_by_name(program: Program) -> No
         assert generators() == states
         return
     event("made")
+    assert_done_as_planned(plan, report)
     assert {finding.code for finding in report.findings} <= DELIBERATE
     found = portrait(model)
     assert found.keys() == before.keys()
@@ -251,20 +245,15 @@ def check_a_fault(
     model = make(program)
     seed(5)
     before, states = portrait(model), generators()
-    raised: BaseException | None = None
-    with _Fault(place % count.seen + 1, error("on purpose")):
-        try:
-            di.materialize(model, "cpu", strict=False)
-        except (di.DeferredInitError, error) as caught:
-            raised = caught
-    assert raised is not None
-    found = portrait(model)
-    if isinstance(raised, di.DeferredInitError) or found == before:
-        event("put back")
-        assert_equal(found, before)
-        assert generators() == states
+    expected = di.MaterializeError if issubclass(error, Exception) else error
+    with (
+        _Fault(place % count.seen + 1, error("on purpose")),
+        pytest.raises(expected),
+    ):
         di.materialize(model, "cpu", strict=False)
-    else:
-        event("in the audit, when the work is done")
+    assert_equal(portrait(model), before)
+    assert generators() == states
+    di.materialize(model, "cpu", strict=False)
     assert_equal(portrait(model), done)
     assert generators() == states_done
+    tally["faults in operations"] += 1
