@@ -150,6 +150,14 @@ def _last_writers(plan: Plan) -> dict[int, list[Slot]]:
     for step in plan.steps:
         for slot in (*step.claim.slots, *step.claim.rewrites):
             last[id(slot.tensor)] = (step.index, slot)
+    written = {key: index for key, (index, _) in last.items()}
+    for slot in plan.inventory.deferred:
+        # What nobody claims lies in the memory of something that somebody does.
+        if id(slot.tensor) not in last:
+            group = plan.inventory.groups[id(slot.tensor)]
+            steps = [written[id(m)] for m in group.members if id(m) in written]
+            if steps:
+                last[id(slot.tensor)] = (max(steps), slot)
     by_step: dict[int, list[Slot]] = {}
     for index, slot in last.values():
         by_step.setdefault(index, []).append(slot)

@@ -96,6 +96,10 @@ class ExecutionWorkspace:
                     self.poison(new)
                     self._install(slot.tensor, new)
 
+    def shares_memory(self, slot: Slot) -> bool:
+        """Whether other tensors of the model lie in the memory of this one."""
+        return self.inventory.groups[id(slot.tensor)].shared
+
     def adopt(self, slot: Slot, tensor: Tensor) -> None:
         """Give the tensor object of a slot the contents of a newly made one."""
         target = self.current(slot.tensor)

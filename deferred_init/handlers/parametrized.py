@@ -44,7 +44,7 @@ from deferred_init.reparametrized import (
     norm_hooks,
     original_type,
 )
-from deferred_init.slots import ModuleSite, Slot
+from deferred_init.slots import ModuleSite, Slot, SlotKind
 
 __all__ = ["Parametrized"]
 
@@ -123,11 +123,21 @@ class Parametrized:
             if slot.container is vars(module):
                 late.append(slot)
             else:
-                workspace.adopt(slot, _as_before(slot, _at(plain, place)))
+                _take(workspace, slot, _at(plain, place))
         take_missing_buffers(module, plain)
         # What a hook computed refers to the module's own parameters.
         for slot in late:
             workspace.adopt(slot, restored(module, slot.name))
+
+
+def _take(workspace: Workspace, slot: Slot, made: Tensor) -> None:
+    """Take a tensor over; by its values where others share the memory of the slot."""
+    if not workspace.shares_memory(slot):
+        workspace.adopt(slot, _as_before(slot, made))
+        return
+    workspace.allocate((slot,))
+    with torch.no_grad():
+        slot.read().copy_(made)
 
 
 def _dry_run(module: nn.Module, method: str) -> None:
@@ -151,6 +161,8 @@ def _targets(site: ModuleSite) -> Iterator[tuple[Slot, str]]:
     """Yield the slots that are made, with their places below the module."""
     module = site.module
     for slot in site.slots:
+        if slot.kind is SlotKind.TENSOR_ATTRIBUTE:
+            continue  # what a parameter carries was put there by somebody else
         if slot.owner is module:
             computed = hook_slots(module)
             if slot.container is not vars(module) or slot.name in computed:
@@ -162,7 +174,8 @@ def _targets(site: ModuleSite) -> Iterator[tuple[Slot, str]]:
         if child.module is module.parametrizations:
             for below in child.post_order():
                 for slot in below.slots:
-                    yield slot, slot.fqn[len(prefix) :]
+                    if slot.kind is not SlotKind.TENSOR_ATTRIBUTE:
+                        yield slot, slot.fqn[len(prefix) :]
 
 
 def _at(module: nn.Module, place: str) -> Tensor:

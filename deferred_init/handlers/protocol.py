@@ -62,6 +62,13 @@ class Workspace(Protocol):
         """Give memory to the tensors of the slots; their contents are undefined."""
         ...
 
+    def shares_memory(self, slot: Slot) -> bool:
+        """Whether other tensors of the model lie in the memory of this one.
+
+        Then `allocate` makes memory for all of them, and adopting would part them.
+        """
+        ...
+
     def adopt(self, slot: Slot, tensor: Tensor) -> None:
         """Give the tensor object of a slot the contents of a newly made one."""
         ...

@@ -121,13 +121,52 @@ def test_a_module_in_a_plain_list_has_an_assumed_place_in_the_order() -> None:
     )
 
 
-@pytest.mark.xfail(reason="known limit, see docs/reliability.md; the audit finds it")
-def test_memory_shared_with_a_parametrized_module_is_not_made() -> None:
-    with torch.device("meta"):
+@pytest.mark.parametrize("part", ["bias", "parametrizations.weight.original1"])
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_memory_shared_with_a_parametrized_module_is_made_once(
+    part: str, dtype: torch.dtype | None
+) -> None:
+    def make() -> nn.Module:
         model = nn.Module()
         model.norm = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
-        model.twin = nn.Parameter(model.norm.bias.data)
-    di.materialize(model, "cpu", seed=0)
+        model.twin = nn.Parameter(model.norm.get_parameter(part).data)
+        model.register_buffer("view", model.norm.get_parameter(part).detach()[:1])
+        return model
+
+    seed()
+    eager = make() if dtype is None else make().to(dtype)
+    expected = portrait(eager)
+    with torch.device("meta"):
+        model = make()
+    assert di.materialize(model, "cpu", seed=0, dtype=dtype).ok
+    assert_equal(portrait(model), expected)
+
+
+def test_a_view_that_nobody_claims_is_cast_like_the_rest() -> None:
+    def make() -> nn.Module:
+        model = nn.Linear(2, 2)
+        model.twin = nn.Parameter(model.bias.data)
+        model.register_buffer("view", model.weight.detach()[:1])
+        return model
+
+    seed()
+    expected = portrait(make().to(torch.bfloat16))
+    with torch.device("meta"):
+        model = make()
+    assert di.materialize(model, "cpu", seed=0, dtype=torch.bfloat16).ok
+    assert_equal(portrait(model), expected)
+
+
+def test_what_a_parametrized_parameter_carries_on_meta_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))
+        for parameter in model.parameters():
+            parameter.main_grad = torch.empty_like(parameter)
+    with pytest.raises(di.PlanError) as caught:
+        di.materialize(model, "cpu")
+    for name, _ in model.named_parameters():
+        assert f"`{name}.main_grad`" in str(caught.value)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 def _after(function: Callable[..., Any], error: BaseException) -> Callable[..., Any]:

@@ -28,7 +28,7 @@ from tests.reliability.portrait import (
     seed,
 )
 from tests.reliability.tally import tally
-from tests.reliability.trees import ACTIONS, CONVENTIONAL, Program, programs
+from tests.reliability.trees import CONVENTIONAL, Program, programs
 
 # Found in eager models too: two Parameters on one memory, a padding row that was
 # written, and the like are what the programs ask for.
@@ -96,12 +96,7 @@ def test_a_plan_and_an_audit_change_nothing(program: Program) -> None:
     assert generators() == states
 
 
-# Around parametrized modules on meta these are a known limit, which the audit
-# finds: see `test_memory_shared_with_a_parametrized_module_is_not_made`.
-SHARING = ("view", "live view", "share data", "mark")
-
-
-@given(programs(tuple(name for name in ACTIONS if name not in SHARING)))
+@given(programs())
 def test_a_tree_on_meta_is_made_whole_or_refused_by_name(program: Program) -> None:
     try:
         model = on_meta(program)
