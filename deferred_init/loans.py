@@ -118,7 +118,7 @@ class Loans:
             if allocator is None:
                 continue
             if staging is None:
-                staging = workspace.new_staging()
+                staging = workspace.new_staging(self._step)
             made = key in workspace.made
             below = slot.owner is not self._step.site.module
             staging.lend(

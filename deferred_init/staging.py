@@ -33,89 +33,18 @@ from collections.abc import Callable
 from contextlib import ExitStack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from deferred_init.aliases import storage_key
+from deferred_init.fast.window import Window
 from deferred_init.handlers.protocol import StagedAllocator, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.slots import Inventory, Slot
-from deferred_init.staging_modes import Contents, Uses
+from deferred_init.staged_loan import Fill, Loan, lenders
+from deferred_init.staging_modes import PROMISED, Contents, Uses
 
 __all__ = ["Loan", "Staging", "keeps_nothing", "largest_staged_bytes"]
 __all__ += ["staged_allocator"]
-
-
-class Loan:
-    """One tensor that is lent in full size.
-
-    Attributes:
-        home: The tensor that keeps a part of it.
-        scratch: What the init code sees instead, once it is lent.
-        keeps: Whether what is written shall be kept; else it is thrown away.
-        stored: Whether `home` holds a value.
-        hot: Whether the scratch has memory.
-    """
-
-    scratch: Tensor
-
-    def __init__(
-        self,
-        home: Tensor,
-        allocator: StagedAllocator,
-        device: torch.device,
-        *,
-        keeps: bool,
-        stored: bool,
-    ) -> None:
-        self.home = home
-        self.allocator = allocator
-        self.keeps = keeps
-        self.stored = stored
-        self.full_bytes = allocator.full_bytes(home)
-        self.hot = False
-        self._device = device
-
-    def lend(self, *, hot: bool) -> None:
-        """Make the scratch, with memory at once or without."""
-        home = self.home
-        self.hot = hot
-        self.scratch = self._memory() if hot else self._one_element()
-        if isinstance(home, nn.Parameter):
-            grad = home.requires_grad
-            self.scratch = nn.Parameter(self.scratch, requires_grad=grad)
-        if home.__dict__:
-            self.scratch.__dict__.update(home.__dict__)
-
-    def heat(self) -> None:
-        """Give the scratch memory; its contents are undefined."""
-        self.scratch.data = self._memory()
-        self.hot = True
-
-    def cool(self) -> None:
-        """Let go of the memory."""
-        self.scratch.data = self._one_element()
-        self.hot = False
-
-    def _memory(self) -> Tensor:
-        home = self.home
-        return torch.empty_strided(
-            home.size(), home.stride(), dtype=home.dtype, device=self._device
-        )
-
-    def _one_element(self) -> Tensor:
-        home = self.home
-        element = torch.empty((), dtype=home.dtype, device=self._device)
-        return element.expand(home.size())
-
-    def load(self) -> None:
-        """Put the value of the home into the memory."""
-        self.scratch.detach().copy_(self.allocator.gather(self.home))
-
-    def held_elsewhere(self) -> bool:
-        """Whether somebody else holds the memory: a view, or `.data`."""
-        storage = self.scratch.untyped_storage()
-        # One use is the scratch's own, one that of `storage` here.
-        return bool(torch._C._storage_Use_Count(storage._cdata) > 2)
 
 
 class Staging:
@@ -126,6 +55,8 @@ class Staging:
         budget_bytes: How much of it may be in use before loans are made cold.
         keep: Called with a home and its full value, to keep the part.
         prepare: Called with fresh memory, to poison it.
+        fulfil: Called with a home and what was promised, to fill the part; False if
+            the whole is needed for that. None takes no promises.
     """
 
     def __init__(
@@ -134,7 +65,9 @@ class Staging:
         budget_bytes: int,
         keep: Callable[[Tensor, Tensor], None],
         prepare: Callable[[Tensor], None],
+        fulfil: Callable[[Tensor, Fill], bool] | None = None,
     ) -> None:
+        self._fulfil = fulfil
         self._device = device
         self._budget_bytes = budget_bytes
         self._keep = keep
@@ -163,14 +96,18 @@ class Staging:
         """Lend, and begin to watch what is used."""
         stored = any(loan.stored for loan, _ in self._waiting)
         all_bytes = sum(loan.full_bytes for loan, _ in self._waiting)
-        hot = not stored and all_bytes <= self._budget_bytes
+        hot = not stored and all_bytes <= self._budget_bytes and not self._fulfil
         for loan, slots in self._waiting:
             self._lend(loan, slots, hot=hot)
         self._waiting.clear()
         if not hot:
-            self._modes.enter_context(Uses(self._use))
+            passing = PROMISED if self._fulfil else frozenset()
+            self._modes.enter_context(Uses(self._use, passing))
         if stored:
             self._modes.enter_context(Contents(self._absent, self._touch))
+        if self._fulfil:
+            lenders.append(self)
+            self._modes.callback(lenders.remove, self)
         return self
 
     def _lend(self, loan: Loan, slots: tuple[Slot, ...], *, hot: bool) -> None:
@@ -189,7 +126,12 @@ class Staging:
         self._modes.close()
 
     def keep_all(self) -> None:
-        """Keep the parts of everything that is still hot."""
+        """Keep the parts of everything that is still hot, or promised."""
+        for loan in self._loans.values():
+            if loan.promised and loan.keeps:
+                assert self._fulfil is not None, "else nothing is promised"
+                if not self._fulfil(loan.home, loan.promised):
+                    self.warm(loan)
         for key in list(self._hot):
             self._cool(key)
 
@@ -204,6 +146,16 @@ class Staging:
     def loan_of(self, tensor: Tensor) -> Loan | None:
         """Return the loan that a tensor object is the scratch of."""
         return self._loans.get(id(tensor))
+
+    def cold_loan(self, tensor: Tensor) -> Loan | None:
+        """Return the loan without memory that a tensor is the scratch of."""
+        loan = self._loans.get(id(tensor))
+        return None if loan is None or loan.hot else loan
+
+    def warm(self, loan: Loan) -> Tensor:
+        """Give a loan memory, and return it."""
+        self._use([loan.scratch], False)
+        return loan.scratch.detach()
 
     def _use(self, tensors: list[Tensor], replaced: bool) -> None:
         """Make those of the tensors hot that are lent.
@@ -222,7 +174,10 @@ class Staging:
             loan.heat()
             self._prepare(loan.scratch.detach())
             self._hot[key] = loan
-            if loan.stored:
+            if loan.promised:
+                write, loan.promised = loan.promised, None
+                write(loan.scratch.detach(), Window.of_whole(loan.scratch.numel()))
+            elif loan.stored:
                 self._absent[_key(loan.scratch)] = loan
         if replaced:
             self._absent.pop(_key(tensors[0]), None)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-__all__ = ["Contents", "Uses"]
+__all__ = ["PROMISED", "Contents", "Uses"]
 
 # fmt: off
 _NEEDS_NO_MEMORY = frozenset(
@@ -23,6 +23,13 @@ _NEEDS_NO_MEMORY = frozenset(
         "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
         "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
         "randn_like",
+    }
+)
+# What only fills a tensor and looks at its shape: may be promised, see `staged_loan`.
+PROMISED = frozenset(
+    {
+        "normal_", "uniform_", "xavier_normal_", "xavier_uniform_",
+        "kaiming_normal_", "kaiming_uniform_",
     }
 )
 _OVERWRITES = frozenset(
@@ -41,11 +48,17 @@ class Uses(TorchFunctionMode):
     Args:
         use: Called with the tensors, and whether the memory of the first of them is
             going to be replaced by an assignment to `data`.
+        passing: Names of functions that are not told of.
     """
 
-    def __init__(self, use: Callable[[list[Tensor], bool], None]) -> None:
+    def __init__(
+        self,
+        use: Callable[[list[Tensor], bool], None],
+        passing: frozenset[str] = frozenset(),
+    ) -> None:
         super().__init__()
         self._use = use
+        self._passing = _NEEDS_NO_MEMORY | passing
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -53,7 +66,7 @@ class Uses(TorchFunctionMode):
         """Tell what a function uses, then run it."""
         kwargs = kwargs or {}
         name = _name(func)
-        if name not in _NEEDS_NO_MEMORY:
+        if name not in self._passing:
             replaced = name == "data.__set__"
             self._use(list(_tensors(*args, *kwargs.values())), replaced)
         return func(*args, **kwargs)

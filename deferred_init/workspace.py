@@ -19,6 +19,7 @@ from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
 from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import Inventory, Slot
+from deferred_init.staged_loan import Fill
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
@@ -137,9 +138,17 @@ class ExecutionWorkspace:
         """Let the body write the step's tensors, and nothing else, in full size."""
         return Loans(self, step, scratch=False)
 
-    def new_staging(self) -> Staging:
+    def new_staging(self, step: Step) -> Staging:
         """Return an empty set of loans in full size, within the budget."""
-        return Staging(self._request.device, self.largest_bytes, self.keep, self.poison)
+        fast = self._request.rng == "fast"
+        promises = fast and getattr(step.initializer, "only_uses_torch", False)
+        return Staging(
+            self._request.device,
+            self.largest_bytes,
+            self.keep,
+            self.poison,
+            self._fulfil if promises else None,
+        )
 
     def finish(self, slots: Iterable[Slot]) -> None:
         """Cast tensors to their final dtype once nobody writes them any more."""
@@ -191,6 +200,21 @@ class ExecutionWorkspace:
         if id(home) not in self.made:
             self._install(home, self._empty_like(home))
         allocator.keep(home, full)
+
+    def _fulfil(self, home: Tensor, write: Fill) -> bool:
+        """Fill the part that stays in this process; False if that has no window.
+
+        Not where the part is offloaded: another device may round otherwise.
+        """
+        allocator = staged_allocator(home)
+        assert allocator is not None
+        if id(home) in self._offloaded:
+            return False
+        if not allocator.fill(home, write, dry_run=True):
+            return False
+        if id(home) not in self.made:
+            self._install(home, self._empty_like(home))
+        return allocator.fill(home, write)
 
     def poison(self, tensor: Tensor) -> None:
         """Mark fresh memory, where the audit is going to read all of it."""

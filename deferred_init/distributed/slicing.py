@@ -12,13 +12,16 @@ shape of the local tensor.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-__all__ = ["Axis", "Region", "Segments", "copy_region", "region_of"]
+from deferred_init.fast.window import Window
+
+__all__ = ["Axis", "Region", "Segments", "copy_region", "region_of", "window_of"]
 
 Segments = tuple[tuple[int, int], ...]
 """Half-open ranges of indices along one dim, in the order in which they are kept."""
@@ -82,6 +85,33 @@ def region_of(
     raise ValueError(
         f"the local tensor has shape {tuple(local_shape)}, but the placements give "
         f"{readings[-1].shape} of {tuple(shape)}"
+    )
+
+
+def window_of(shape: Sequence[int], region: Region) -> Window | None:
+    """Return a region as rows at equal distances, or None if it is not.
+
+    It is if one dim at most is cut, to one range of indices: of each index of the dims
+    before, the range with all of the dims behind.
+    """
+    if 0 in region.shape:
+        return Window(0, 0, 0, 0)
+    cut = [
+        dim
+        for dim, kept in enumerate(region.dims)
+        if sum(end - start for start, end in kept) < shape[dim]
+    ]
+    if not cut:
+        return Window.of_whole(math.prod(shape))
+    if len(cut) > 1 or len(region.dims[cut[0]]) != 1:
+        return None
+    (start, end), dim = region.dims[cut[0]][0], cut[0]
+    inner = math.prod(shape[dim + 1 :])
+    return Window(
+        start=start * inner,
+        rows=math.prod(shape[:dim]),
+        length=(end - start) * inner,
+        stride=shape[dim] * inner,
     )
 
 

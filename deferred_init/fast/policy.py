@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +26,11 @@ from deferred_init.fast.distributions import (
     Uniform,
 )
 from deferred_init.fast.fill import fill, fillable
-from deferred_init.fast.philox import stream_key
+from deferred_init.fast.philox import Key, stream_key
+from deferred_init.fast.window import Window
 from deferred_init.handlers.protocol import Step
 from deferred_init.rng import ByName, NamedDraws
+from deferred_init.staged_loan import Lender, Loan, lenders
 
 __all__ = ["Fast", "distribution_of"]
 
@@ -93,11 +96,35 @@ class _Fills(NamedDraws):
     ) -> Any:
         options = {k: v for k, v in kwargs.items() if v is not None}
         wanted = self.truncated or distribution_of(func, args[1:], options)
-        if wanted is not None and fillable(args[0], wanted):
-            fill(args[0], wanted, stream_key(self.seed, name, ordinal))
+        lender, loan = _cold_loan(args[0]) if args else (None, None)
+        target = loan.blank() if loan else args[0] if args else None
+        if wanted is not None and target is not None and fillable(target, wanted):
+            key = stream_key(self.seed, name, ordinal)
+            if loan is not None:
+                loan.promised = partial(_fill_part, wanted, key)
+            else:
+                fill(target, wanted, key)
             self.truncated = None
             return args[0]
+        if lender is not None and loan is not None:
+            args = (lender.warm(loan), *args[1:])
         return super().draw(name, ordinal, func, args, kwargs)
+
+
+def _cold_loan(tensor: object) -> tuple[Lender, Loan] | tuple[None, None]:
+    """Return who lent a tensor that has no memory yet; see `staged_loan`."""
+    if isinstance(tensor, Tensor):
+        for lender in lenders:
+            loan = lender.cold_loan(tensor)
+            if loan is not None:
+                return lender, loan
+    return None, None
+
+
+def _fill_part(
+    distribution: Distribution, key: Key, out: Tensor, window: Window
+) -> None:
+    fill(out, distribution, key, window)
 
 
 @contextmanager

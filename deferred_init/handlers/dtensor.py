@@ -18,7 +18,7 @@ be, not W times faster; a rank's memory holds the largest full tensor meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -34,7 +34,9 @@ from deferred_init.distributed.slicing import (
     Segments,
     copy_region,
     region_of,
+    window_of,
 )
+from deferred_init.fast.window import Window
 from deferred_init.handlers.protocol import Request, Workspace
 from deferred_init.handlers.registry import add_allocator, add_refresher
 from deferred_init.slots import Inventory
@@ -106,6 +108,25 @@ class DTensorAllocator:
         region = region_on_this_rank(tensor)
         if region is not None:
             copy_region(tensor._local_tensor, full.detach(), region)
+
+    def fill(
+        self,
+        tensor: Tensor,
+        write: Callable[[Tensor, Window], None],
+        *,
+        dry_run: bool = False,
+    ) -> bool:
+        """Let this rank's part be written in place, if it is a window of the whole."""
+        assert isinstance(tensor, DTensor)
+        local, region = tensor._local_tensor, region_on_this_rank(tensor)
+        if region is None or local.numel() == 0:
+            return True
+        window = window_of(tensor.size(), region)
+        if window is None or not local.is_contiguous():
+            return False
+        if not dry_run:
+            write(local.detach(), window)
+        return True
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Return the full value; every rank of the mesh has to call this."""

@@ -65,6 +65,7 @@ class HFInitWeights:
     """Runs `initialize_weights` of each `PreTrainedModel`, at its end."""
 
     name = "transformers"
+    only_uses_torch = True
     composite = True
 
     def __init__(self) -> None:

@@ -30,6 +30,7 @@ class HFConv1D:
     """`transformers.pytorch_utils.Conv1D`, whose constructor draws its weight."""
 
     name = "transformers Conv1D"
+    only_uses_torch = True
     composite = False
 
     def claim(
@@ -56,6 +57,7 @@ class HFLeaf:
     """
 
     name = "transformers module"
+    only_uses_torch = True
     composite = False
     self_contained = True
 

@@ -14,13 +14,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
+from deferred_init.fast.window import Window
 from deferred_init.handlers.claims import LAST, Claim, Order, Request, Step
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
@@ -220,6 +221,25 @@ class StagedAllocator(Allocator, Protocol):
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         """Copy the part that stays here out of a full value into the tensor."""
+        ...
+
+    def fill(
+        self,
+        tensor: Tensor,
+        write: Callable[[Tensor, Window], None],
+        *,
+        dry_run: bool = False,
+    ) -> bool:
+        """Let the part be written where it stays.
+
+        Args:
+            tensor: The home; need not have memory for a dry run.
+            write: Writes contiguous memory with the values of a window.
+            dry_run: Only say whether it can be done.
+
+        Returns:
+            Whether the part is a window.
+        """
         ...
 
     def gather(self, tensor: Tensor) -> Tensor:

@@ -31,6 +31,7 @@ class RecipeRules:
     """Fills parameters by the rules of the request's recipe, after all others."""
 
     name = "recipe rules"
+    only_uses_torch = True
     composite = True
 
     def claim(

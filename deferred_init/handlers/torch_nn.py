@@ -60,6 +60,7 @@ class TorchNN:
     """
 
     name = "torch.nn"
+    only_uses_torch = True
     composite = False
 
     def claim(

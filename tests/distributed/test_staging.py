@@ -38,6 +38,9 @@ class FirstRow:
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         self.rows[id(tensor)] = full.detach()[0].clone()
 
+    def fill(self, tensor: Tensor, write: object, *, dry_run: bool = False) -> bool:
+        return False
+
     def gather(self, tensor: Tensor) -> Tensor:
         self.gathered += 1
         return self.rows[id(tensor)].expand(tensor.size())
