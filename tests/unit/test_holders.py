@@ -91,3 +91,78 @@ def test_a_tuple_that_holds_a_replaced_tensor_is_refused() -> None:
     old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
     with pytest.raises(TypeError, match=r"`holders\[0\]\[0\]` is an item of a tuple"):
         rebind_holders({id(old): (old, new)}, [], [(old,)], UndoLog().push)
+
+
+def test_parameters_that_became_one_are_stepped_once() -> None:
+    first, second, new = (nn.Parameter(torch.full((2,), float(i))) for i in range(3))
+    other = nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([first, other, second], lr=0.1)
+    undo = UndoLog()
+    replaced = {id(first): (first, new), id(second): (second, new)}
+    rebind_holders(replaced, [optimizer], [], undo.push)
+    (group,) = optimizer.param_groups
+    assert [id(p) for p in group["params"]] in (
+        [id(new), id(other)],
+        [id(other), id(new)],
+    )
+    undo.rollback()
+    assert [id(p) for p in group["params"]] == [id(first), id(other), id(second)]
+
+
+def test_objects_and_what_their_closures_hold_are_rebound() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+
+    class Shadow:
+        def __init__(self) -> None:
+            self.weight = old
+            self.inner = {"again": [old]}
+
+    def make():
+        held = [old]
+        if held:
+            return lambda: (held, unset)
+        unset = 1
+        return None
+
+    shadow, read = Shadow(), make()
+    undo = UndoLog()
+    changed = rebind_holders({id(old): (old, new)}, [], [shadow, read], undo.push)
+    assert shadow.weight is new
+    assert shadow.inner["again"][0] is new
+    assert read.__closure__[0].cell_contents[0] is new
+    assert changed == [
+        "holders[0]['weight']",
+        "holders[0]['inner']['again'][0]",
+        "holders[1].__closure__[0]",
+    ]
+    undo.rollback()
+    assert shadow.weight is old
+
+
+def test_a_learning_rate_without_memory_comes_from_the_defaults() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    lost = torch.tensor(0.0, device="meta")
+    optimizer.param_groups[0]["lr"] = lost
+    undo = UndoLog()
+    assert fill_optimizer_state([optimizer], undo.push) == [
+        "SGD's 'lr', of its defaults"
+    ]
+    assert optimizer.param_groups[0]["lr"].item() == 0.25
+    undo.rollback()
+    assert optimizer.param_groups[0]["lr"] is lost
+
+
+def test_a_learning_rate_that_nothing_tells_is_a_problem() -> None:
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    lost = torch.tensor(0.0, device="meta")
+    optimizer.param_groups[0]["lr"] = lost
+    inventory = take_inventory([model])
+    assert check_holders(inventory, [optimizer]) == []
+    optimizer.defaults["lr"] = lost
+    (problem,) = check_holders(inventory, [optimizer])
+    assert "optimizers[0] (SGD) has 1 options without memory (['lr'])" in problem
+    assert "group['lr'] = torch.tensor(1e-3)" in problem
+    optimizer.defaults["lr"] = "auto"
+    assert len(check_holders(inventory, [optimizer])) == 1

@@ -98,3 +98,29 @@ def test_a_tensor_subclass_that_nobody_claims_is_refused_by_name() -> None:
     with pytest.raises(di.PlanError, match=r"`weight`.*is a `Wrapped`") as caught:
         di.materialize(model, "cpu")
     assert "no allocator claims" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"rank_timeout_s": 0}, "rank_timeout_s must be positive, found 0"),
+        ({"values_from": "cuda"}, "values_from must be None or 'cpu', found 'cuda'"),
+        ({"broadcast_from": 0}, "broadcast_from=0 needs a process group"),
+        ({"missing": "zero"}, "missing must be one of"),
+        ({"unexpected": "zero"}, "unexpected must be one of"),
+        ({"names": {"a": "b"}}, "pass weights= too"),
+    ],
+)
+def test_an_argument_that_means_nothing_is_refused(
+    arguments: dict[str, object], text: str
+) -> None:
+    model = _meta()
+    with pytest.raises(ValueError, match=text):
+        di.materialize(model, "cpu", **arguments)
+    assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("names", ["a", 3, [3]])
+def test_names_of_the_wrong_kind_are_refused(names: object) -> None:
+    with pytest.raises(TypeError, match="expected"):
+        di.materialize(_meta(), "cpu", names=names)
