@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import traceback
@@ -15,6 +16,7 @@ __all__ = ["RankPool"]
 
 _START_S = 120.0
 _CALL_S = 90.0
+_RETURN_S = 20.0
 
 
 class RankPool:
@@ -49,12 +51,21 @@ class RankPool:
             if not ok
         ]
         if failures:
-            self.close()
+            self.end()
             raise AssertionError("\n".join(failures))
         return [value for _, value in answers]
 
     def close(self) -> None:
-        """End the processes and wait until they are gone."""
+        """Ask the processes to return, which they note for coverage, or end them."""
+        for pipe in self._pipes:
+            with contextlib.suppress(OSError):
+                pipe.send(None)
+        for process in self.processes:
+            process.join(_RETURN_S)
+        self.end()
+
+    def end(self) -> None:
+        """End the processes, whatever they do, and wait until they are gone."""
         for process in self.processes:
             process.kill()
         for process in self.processes:
@@ -64,7 +75,7 @@ class RankPool:
     def _start(self) -> None:
         if self.processes and all(each.is_alive() for each in self.processes):
             return
-        self.close()
+        self.end()
         # Port 0 lets the system choose a free one.
         self._store = dist.TCPStore(  # type: ignore[attr-defined]
             "127.0.0.1", 0, is_master=True, wait_for_workers=False
@@ -106,7 +117,10 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
     pipe.send((True, None))
     while True:
-        function, args = pipe.recv()
+        asked = pipe.recv()
+        if asked is None:
+            return
+        function, args = asked
         try:
             pipe.send((True, function(rank, *args)))
         except BaseException:  # noqa: BLE001 - the parent reports it

@@ -98,7 +98,7 @@ def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
     if case == "real":
         assert "broadcast_from=<that rank>`, before it is sharded" in answers[0][0]
     if case in ("torch", "order"):
-        pool.close()
+        pool.end()
 
 
 def test_a_rank_without_a_plan_stops_the_others(ranks: Ranks) -> None:
@@ -170,7 +170,7 @@ def test_a_rank_that_does_not_come_is_named_instead_of_waited_for_forever() -> N
     assert texts[0] == texts[2]
     assert time.perf_counter() - started < 60
     processes = pool.processes
-    pool.close()
+    pool.end()
     assert not any(process.is_alive() for process in processes)
 
 
@@ -216,7 +216,7 @@ def _first_stays_away(rank: int) -> str:
 def test_a_missing_first_rank_is_named_as_well() -> None:
     pool = RankPool(2)
     texts = pool.run(_first_stays_away)
-    pool.close()
+    pool.end()
     assert texts[1].startswith("rank 0 did not come within 5.2 s")
 
 

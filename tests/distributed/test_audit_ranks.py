@@ -158,7 +158,7 @@ def _alone(rank: int) -> list[tuple[str, str]]:
 def test_a_full_audit_on_one_rank_alone_says_that_all_have_to_take_part() -> None:
     pool = RankPool(2)
     found = pool.run(_alone)
-    pool.close()
+    pool.end()
     assert found[0] == [("ranks-missing", "")]
 
 

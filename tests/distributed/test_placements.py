@@ -184,7 +184,7 @@ def test_what_init_code_forgets_is_found_by_its_poison(ranks: Ranks) -> None:
     pool = RankPool(2)  # of its own, for the initializer that is registered there
     for found in pool.run(_forgotten, "full"):
         assert ("poison-left", "bias") in found
-    pool.close()
+    pool.end()
 
 
 def _peak(_rank: int) -> list[int]:
