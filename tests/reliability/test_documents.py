@@ -12,7 +12,10 @@ NAMED = re.findall(
     r"`(tests/[\w/]+\.py)(?:::(\w+))?`(?: \(row (\d+)\))?",
     "".join(
         (ROOT / path).read_text()
-        for path in ("docs/reports.md", "docs/reliability.md", "SECURITY.md")
+        for path in (
+            *("docs/reports.md", "docs/reliability.md", "docs/te_traps.md"),
+            "SECURITY.md",
+        )
     ),
 )
 
@@ -28,3 +31,22 @@ def test_a_test_that_a_document_names_exists(path: str, test: str, row: str) -> 
         assert re.search(rf"^def {test}\(", source, re.MULTILINE), f"{path}::{test}"
     if row:
         assert re.search(rf"^@row\({row}, ", source, re.MULTILINE), f"{path} row {row}"
+
+
+TRAPS = [
+    line
+    for line in (ROOT / "docs/te_traps.md").read_text().splitlines()
+    if line.startswith("|") and not re.match(r"\|(---|.* \| here \| test \|)", line)
+]
+
+
+def test_traps_are_many() -> None:
+    assert len(TRAPS) > 60
+
+
+@pytest.mark.parametrize("row", TRAPS)
+def test_a_trap_has_a_test_or_a_reason_for_none(row: str) -> None:
+    _, trap, here, tests, _ = row.split("|")
+    assert trap.strip()
+    assert here.strip()
+    assert "`tests/" in tests or tests.strip().startswith("not tested: "), trap

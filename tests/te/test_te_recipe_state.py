@@ -69,3 +69,21 @@ def test_scales_on_another_device_than_the_one_asked_for_are_noticed(te: Any) ->
         assert not is_elsewhere(metas, here)
         assert is_elsewhere(metas, there)
     assert not is_elsewhere(None, there)
+
+
+def test_a_model_of_a_custom_recipe_is_planned_with_its_own_quantizers(te: Any) -> None:
+    from transformer_engine.common.recipe import CustomRecipe
+
+    def quantizer(role: Any) -> Any:
+        cpu = torch.device("cpu")
+        return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, cpu)
+
+    with di.on_meta(), te.quantized_model_init(recipe=CustomRecipe(qfactory=quantizer)):
+        model = torch.nn.Sequential(te.Linear(32, 32), te.ops.BasicLinear(32, 32))
+    planned = di.plan(model, "cuda", gpu="h200").forecast().tensors
+    stored = {each.fqn: each.stored_as for each in planned}
+    assert (
+        stored["0.weight"]
+        == stored["1.weight"]
+        == ("CustomRecipe, row- and column-wise")
+    )

@@ -108,49 +108,54 @@ def test_a_constructor_that_draws_a_second_time_is_an_assumption(te: Any) -> Non
     )
 
 
-class TestAParameterThatASubclassAdds:
-    """Transformer Engine would draw it from a normal distribution."""
+def _scaled(te: Any, device: Any) -> Any:
+    class Scaled(te.Linear):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__(8, 8, device=device)
+            self.scale = nn.Parameter(torch.full((8,), 3.0, device=device))
 
-    @staticmethod
-    def _make(te: Any, device: Any) -> Any:
-        class Scaled(te.Linear):  # type: ignore[misc,name-defined]
-            def __init__(self) -> None:
-                super().__init__(8, 8, device=device)
-                self.scale = nn.Parameter(torch.full((8,), 3.0, device=device))
+    return Scaled()
 
-        return Scaled()
 
-    def test_is_refused_because_nothing_tells_its_values(self, te: Any) -> None:
-        model = self._make(te, "meta")
-        with pytest.raises(di.PlanError, match=r"`scale` \(parameter of `Scaled`\)"):
-            di.materialize(model, "cpu")
+def test_a_parameter_that_a_subclass_adds_is_refused(
+    te: Any,
+) -> None:
+    model = _scaled(te, "meta")
+    with pytest.raises(di.PlanError, match=r"`scale` \(parameter of `Scaled`\)"):
+        di.materialize(model, "cpu")
 
-    def test_is_left_alone_where_it_has_memory_and_draws_nothing(self, te: Any) -> None:
-        model, twin = self._make(te, "meta"), None
-        model.scale = scale = nn.Parameter(torch.full((8,), 3.0))
-        order = [name for name, _ in model.named_parameters()]
-        di.materialize(model, "cpu", seed=0)
-        state = torch.get_rng_state()
-        torch.manual_seed(0)
-        twin = self._make(te, "cpu")
-        assert torch.equal(torch.get_rng_state(), state)
-        assert model.scale is scale
-        assert [name for name, _ in model.named_parameters()] == order
-        for name, param in twin.named_parameters():
-            assert torch.equal(dict(model.named_parameters())[name], param), name
 
-    def test_is_made_by_the_subclass_s_own_method(self, te: Any) -> None:
-        base = type(self._make(te, "cpu"))
+def test_a_parameter_that_is_added_with_memory_is_left_alone_and_draws_nothing(
+    te: Any,
+) -> None:
+    model = _scaled(te, "meta")
+    model.scale = scale = nn.Parameter(torch.full((8,), 3.0))
+    order = [name for name, _ in model.named_parameters()]
+    di.materialize(model, "cpu", seed=0)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    twin = _scaled(te, "cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert model.scale is scale
+    assert [name for name, _ in model.named_parameters()] == order
+    for name, param in twin.named_parameters():
+        assert torch.equal(dict(model.named_parameters())[name], param), name
 
-        class Filled(base):  # type: ignore[misc,valid-type]
-            def __init__(self, device: Any) -> None:
-                te.Linear.__init__(self, 8, 8, device=device)
-                self.scale = nn.Parameter(torch.empty(8, device=device))
-                self.init_weights()
 
-            def init_weights(self) -> None:
-                nn.init.constant_(self.scale, 3.0)
+def test_a_parameter_that_a_subclass_adds_is_made_by_its_own_method(
+    te: Any,
+) -> None:
+    base = type(_scaled(te, "cpu"))
 
-        model = Filled("meta")
-        di.materialize(model, "cpu", seed=0)
-        assert bool((model.scale == 3).all())
+    class Filled(base):  # type: ignore[misc,valid-type]
+        def __init__(self, device: Any) -> None:
+            te.Linear.__init__(self, 8, 8, device=device)
+            self.scale = nn.Parameter(torch.empty(8, device=device))
+            self.init_weights()
+
+        def init_weights(self) -> None:
+            nn.init.constant_(self.scale, 3.0)
+
+    model = Filled("meta")
+    di.materialize(model, "cpu", seed=0)
+    assert bool((model.scale == 3).all())
