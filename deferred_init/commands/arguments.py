@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Final
 
-__all__ = ["RECIPE", "add_target", "positive"]
+__all__ = ["RECIPE", "add_rng", "add_target", "positive"]
 
 RECIPE: Final = "a recipe's name, file, or several with +"
 
@@ -17,6 +17,18 @@ def add_target(parser: argparse.ArgumentParser) -> None:
         help="package.module:function: the module is imported and the function called "
         "without arguments, so their code runs with your rights; or a Hugging Face "
         "folder or config.json, of which the configuration is read and nothing else",
+    )
+
+
+def add_rng(parser: argparse.ArgumentParser) -> None:
+    """Add the argument that says where random numbers come from."""
+    from deferred_init.rng import POLICIES
+
+    parser.add_argument(
+        "--rng",
+        choices=POLICIES,
+        default=POLICIES[0],
+        help=f"where random values come from; default: {POLICIES[0]}",
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from deferred_init.commands.arguments import RECIPE, add_target
+from deferred_init.commands.arguments import RECIPE, add_rng, add_target
 from deferred_init.seed_checkpoint import FORMATS
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
@@ -23,6 +23,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", default="cpu", help="default: cpu")
     parser.add_argument("--recipe", help=RECIPE)
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
+    add_rng(parser)
     parser.add_argument(
         "--format",
         choices=FORMATS,
@@ -55,6 +56,7 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
         arguments.recipe,
         optimizers=optimizers,
         seed=arguments.seed,
+        rng=arguments.rng,
     )
     files = save_seed_checkpoint(models[0], folder, arguments.format)
     if arguments.report:

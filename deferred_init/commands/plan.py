@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from deferred_init.commands.arguments import RECIPE, add_target, positive
+from deferred_init.commands.arguments import RECIPE, add_rng, add_target, positive
 from deferred_init.hardware import GPUS
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
@@ -25,6 +25,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_target(parser)
     parser.add_argument("--device", default="cuda", help="default: cuda")
     parser.add_argument("--recipe", help=RECIPE)
+    add_rng(parser)
     parser.add_argument(
         "--gpu",
         type=str.lower,
@@ -61,6 +62,7 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
         arguments.device,
         arguments.recipe,
         optimizers=optimizers,
+        rng=arguments.rng,
         gpu=arguments.gpu,
         world_size=arguments.world_size,
     )

@@ -110,6 +110,22 @@ def test_a_seed_checkpoint_holds_the_values_of_eager_construction(
     assert torch.equal(loaded.embed.weight, eager.embed.weight)
 
 
+def test_a_seed_checkpoint_takes_its_values_from_a_policy(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import importlib
+
+    assert main(["plan", f"{targets}:Tied", "--device", "cpu", "--rng", "fast"]) == 0
+    assert "rng=fast" in capsys.readouterr().out
+    line = ["materialize", f"{targets}:Tied", "--out", "seed", "--seed", "3"]
+    assert main([*line, "--rng", "fast"]) == 0
+    build = importlib.import_module(targets).Tied
+    loaded, made = di.deferred_init(build), di.deferred_init(build)
+    di.materialize(loaded, "cpu", weights="seed", missing="error")
+    di.materialize(made, "cpu", seed=3, rng="fast")
+    assert torch.equal(loaded.embed.weight, made.embed.weight)
+
+
 def test_a_report_is_saved_beside_the_checkpoint(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
