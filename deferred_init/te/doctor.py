@@ -24,6 +24,9 @@ WORKED_AROUND = (
     "GroupedLinear with single_grouped_bias alone cannot leave meta",
     "no column-wise FP8 data under torch.no_grad()",
     "Bias remembers the device of the time of its construction",
+    "reset_parameters draws parameters that a subclass adds",
+    "releases up to 2.9 forget init functions of what is registered again",
+    "FusedAdam's learning rate and FusedSGD's overflow flag stay on meta",
 )
 _RECIPES = (
     "DelayedScaling",

@@ -94,15 +94,15 @@ def test_an_op_of_somebody_else_makes_its_parameters_by_its_own_hook() -> None:
             super().__init__()
             self.scale = nn.Parameter(torch.empty(size, device=device, dtype=BF16))
             if device != "meta":
-                self._fill(device)
+                self.reset_parameters()
 
-        def _fill(self, device: str) -> None:
-            made = torch.rand(self.scale.shape, device=device, dtype=BF16)
+        def reset_parameters(self) -> None:
+            made = torch.rand(self.scale.shape, device="cuda", dtype=BF16)
             self.scale = nn.Parameter(made)
 
         def pre_first_fuser_forward(self) -> None:
             if self.scale.is_meta:
-                self._fill("cuda")
+                self.reset_parameters()
 
         def op_forward(self, ctx: Any, x: Any, **kwargs: Any) -> Any:
             ctx.save_for_backward(x, self.scale)
@@ -119,8 +119,10 @@ def test_an_op_of_somebody_else_makes_its_parameters_by_its_own_hook() -> None:
     model = make("meta")
     optimizer = AdamW(model.parameters(), lr=1e-2)
     di.materialize(model, "cuda", optimizers=[optimizer], seed=0)
+    state = torch.cuda.get_rng_state()
     torch.manual_seed(0)
     twin = make("cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), state)
     assert_same_parameters(model, twin)
     outputs = train(model, optimizer, None)
     expected = train(twin, AdamW(twin.parameters(), lr=1e-2), None)
