@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,31 @@ def load_accelerate(folder: Path, device: torch.device) -> nn.Module:
         model, folder, device_map={"": str(device)}, dtype=torch.bfloat16
     )
     return loaded
+
+
+def load_fastsafetensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
+    from fastsafetensors import fastsafe_open
+
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+    with fastsafe_open(files, device=str(device), nogds=True) as opened:
+        return {key: opened.get_tensor(key) for key in opened.keys()}  # noqa: SIM118
+
+
+def load_streamer(folder: Path, device: torch.device) -> dict[str, Tensor]:
+    from runai_model_streamer import SafetensorsStreamer
+
+    files = [str(path) for path in sorted(folder.glob("*.safetensors"))]
+    with SafetensorsStreamer() as streamer:
+        streamer.stream_files(files, device=str(device))
+        return dict(streamer.get_tensors())
+
+
+for _package, _load in (
+    ("fastsafetensors", load_fastsafetensors),
+    ("runai_model_streamer", load_streamer),
+):
+    if find_spec(_package) is not None:  # neither is needed for anything else
+        LOADERS[_package] = _load
 
 
 def import_everything(folder: Path) -> None:
