@@ -9,23 +9,21 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from deferred_init.errors import PlanError
-from deferred_init.forecast import new_bytes, peak_of
+from deferred_init.forecast import peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import (
     Claim,
     Initializer,
-    Order,
     Request,
-    Step,
     knows_trees,
 )
 from deferred_init.handlers.registry import (
-    construction_order,
     has_user_rule,
     initializers_for,
     last_initializers,
 )
 from deferred_init.order_assumptions import order_assumptions
+from deferred_init.ordering import ordered_steps
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
     left_behind,
@@ -38,8 +36,6 @@ from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["make_plan"]
-
-_WALK_ORDER: Order = (2**61, 0)
 
 
 def make_plan(
@@ -79,7 +75,7 @@ def make_plan(
         problems += name_collisions(inventory, request.rng)
     if problems:
         raise PlanError(_message(problems), problems)
-    steps = _ordered_steps(claims.found, inventory, request)
+    steps = ordered_steps(claims.found, inventory, request)
     final_bytes = sum(step.num_bytes for step in steps)
     return Plan(
         request=request,
@@ -129,7 +125,7 @@ class _Claims:
             return False
         found: list[tuple[ModuleSite, Initializer, Claim]] = []
         for site in self._inventory.sites():
-            pending = self._pending(site)
+            pending = self._pending([s for s in site.slots if s.deferred])
             if not pending:
                 continue
             claims = (
@@ -194,25 +190,29 @@ class _Claims:
             return
         last = last_initializers()
         asked = last if tree else initializers_for(type(site.module))
-        owner = any(slot.deferred for slot in site.slots)
-        pending, settled = self._pending(site), self._is_settled(site)
+        deferred = [slot for slot in site.slots if slot.deferred]
+        pending = self._pending(deferred)
+        settled = self._is_settled(site, deferred)
         for initializer in asked:
-            if not owner and not initializer.composite:
+            if not deferred and not initializer.composite:
                 continue
             if settled and initializer not in last:
                 continue
             claim = initializer.claim(site, pending, self._request)
             if claim is not None:
                 self._take(site, initializer, claim)
-                pending, settled = self._pending(site), self._is_settled(site)
+                pending = self._pending(deferred)
+                settled = self._is_settled(site, deferred)
         unsettled_tree = tree is not None and not tree[1].settled
         if unsettled_tree or not settled:
             self._open.add(id(site))
 
-    def _is_settled(self, site: ModuleSite) -> bool:
+    def _is_settled(self, site: ModuleSite, deferred: Sequence[Slot]) -> bool:
         """Whether nothing at or below a module is open to ordinary initializers."""
-        own = (id(slot.tensor) in self._settled for slot in site.slots if slot.deferred)
-        return all(own) and not any(id(child) in self._open for child in site.children)
+        for slot in deferred:
+            if id(slot.tensor) not in self._settled:
+                return False
+        return all(id(child) not in self._open for child in site.children)
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
         writes = bool(claim.slots or claim.rewrites)
@@ -247,10 +247,13 @@ class _Claims:
             claim, slots=tuple(fresh.values()), rewrites=tuple(again.values())
         )
 
-    def _pending(self, site: ModuleSite) -> tuple[Slot, ...]:
+    def _pending(self, deferred: Sequence[Slot]) -> tuple[Slot, ...]:
+        """Those of a module's deferred slots that nobody has claimed, once a tensor."""
+        if not deferred:
+            return ()
         unique: dict[int, Slot] = {}
-        for slot in site.slots:
-            if slot.deferred and id(slot.tensor) not in self.claimed:
+        for slot in deferred:
+            if id(slot.tensor) not in self.claimed:
                 unique.setdefault(id(slot.tensor), slot)
         return tuple(unique.values())
 
@@ -264,36 +267,6 @@ def _sites_with_deferred(inventory: Inventory) -> set[int]:
         ):
             needed.add(id(site))
     return needed
-
-
-def _ordered_steps(
-    found: Sequence[tuple[ModuleSite, Initializer, Claim]],
-    inventory: Inventory,
-    request: Request,
-) -> tuple[Step, ...]:
-    """Put claims that know their order into it, before those that do not."""
-    placed = [
-        (claim.order or construction_order(site.module), site, initializer, claim)
-        for site, initializer, claim in found
-    ]
-    ordered = sorted(
-        enumerate(placed), key=lambda item: (item[1][0] or _WALK_ORDER, item[0])
-    )
-    counted: set[int] = set()
-    return tuple(
-        Step(
-            index=index,
-            site=site,
-            initializer=initializer,
-            claim=claim,
-            num_bytes=sum(
-                new_bytes(slot, claim, inventory, request, counted)
-                for slot in claim.slots
-            ),
-            order=order,
-        )
-        for index, (_, (order, site, initializer, claim)) in enumerate(ordered)
-    )
 
 
 def _message(problems: Sequence[str]) -> str:

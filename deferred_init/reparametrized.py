@@ -14,14 +14,15 @@ from torch.nn.utils.parametrize import type_before_parametrizations
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
-from deferred_init.own_attributes import own_attribute
-
 __all__ = ["is_parametrized", "is_reparametrized", "norm_hooks", "original_type"]
+
+_TABLE = "parametrizations"
 
 
 def is_parametrized(module: nn.Module) -> bool:
     """What torch's function says, for modules with any `__getattr__` too."""
-    table = own_attribute(module, "parametrizations")
+    held = vars(module)
+    table = held.get(_TABLE) or held["_modules"].get(_TABLE)
     return isinstance(table, nn.ModuleDict) and len(table) > 0
 
 

@@ -141,11 +141,13 @@ class Inventory:
     slots: tuple[Slot, ...]
     groups: Mapping[int, StorageGroup]
     _by_tensor: Mapping[int, tuple[Slot, ...]] = field(repr=False)
+    _sites: list[ModuleSite] = field(repr=False, default_factory=list)
 
-    def sites(self) -> Iterator[ModuleSite]:
-        """Yield every module once, children before parents, roots in order."""
-        for root in self.roots:
-            yield from root.post_order()
+    def sites(self) -> Sequence[ModuleSite]:
+        """Return every module once, children before parents, roots in order."""
+        if not self._sites:
+            self._sites.extend(s for root in self.roots for s in root.post_order())
+        return self._sites
 
     def slots_of(self, tensor: Tensor) -> tuple[Slot, ...]:
         """Return all places that hold this very object."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,14 +194,18 @@ def _iterate(names: object) -> tuple[object, ...]:
     return tuple(names)
 
 
+@functools.lru_cache(maxsize=1024)
+def _wrap_after(kind: Any) -> tuple[str, ...]:
+    names = (f"{base.__module__}.{base.__qualname__}" for base in kind.__mro__)
+    return tuple(_WRAP_AFTER[name] for name in names if name in _WRAP_AFTER)
+
+
 def wrapper_problems(inventory: Inventory) -> list[str]:
     """Name wrappers that keep copies of their own of what would be materialized."""
     problems = []
     for site in inventory.sites():
-        for base in type(site.module).__mro__:
-            action = _WRAP_AFTER.get(f"{base.__module__}.{base.__qualname__}")
-            if action is None:
-                continue
+        kind: Any = type(site.module)
+        for action in _wrap_after(kind):
             if any(s.deferred for below in site.post_order() for s in below.slots):
                 problems.append(
                     f"`{site.fqn or '(root)'}` is a `{type(site.module).__name__}` "

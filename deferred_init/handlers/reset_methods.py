@@ -15,6 +15,7 @@ eager construction did not draw. Where an initializer of the module's type runs
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from functools import lru_cache
 from weakref import WeakKeyDictionary
 
 from torch import nn
@@ -25,7 +26,13 @@ from deferred_init.constructor_names import (
     init_methods,
     writes_of,
 )
-from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
+from deferred_init.handlers.protocol import (
+    Claim,
+    Initializer,
+    Request,
+    Step,
+    Workspace,
+)
 from deferred_init.handlers.registry import add_initializer, initializers_for
 from deferred_init.reparametrized import is_reparametrized
 from deferred_init.slots import ModuleSite, Slot, set_aside
@@ -115,10 +122,12 @@ def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
 
 def _is_run_elsewhere(module_type: type) -> bool:
     """Whether an initializer of the type runs `reset_parameters` itself."""
-    return any(
-        getattr(each, "runs_reset_parameters", False)
-        for each in initializers_for(module_type)
-    )
+    return _any_runs_it(initializers_for(module_type))
+
+
+@lru_cache(maxsize=256)
+def _any_runs_it(initializers: tuple[Initializer, ...]) -> bool:
+    return any(getattr(one, "runs_reset_parameters", False) for one in initializers)
 
 
 def _run_all(module: nn.Module, calls: tuple[str, ...]) -> None:

@@ -25,10 +25,8 @@ __all__ += ["lend_scratch", "split_early_bias"]
 
 def is_grouped(module: Any) -> bool:
     """Whether a layer joins its parameters when they get memory."""
-    return bool(
-        getattr(module, "single_grouped_weight", False)
-        or getattr(module, "single_grouped_bias", False)
-    )
+    held = vars(module)  # `getattr` of what is not there takes its time
+    return bool(held.get("single_grouped_weight") or held.get("single_grouped_bias"))
 
 
 def joined_slots(module: Any, slots: Iterable[Slot]) -> tuple[Slot, ...]:
