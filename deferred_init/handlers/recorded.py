@@ -9,7 +9,6 @@ taken over the moment it is ready, so that scratch is freed before the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -27,11 +26,13 @@ from deferred_init.record import (
     Node,
     Recording,
     Replay,
-    Storage,
     Value,
     attributes_in_place,
     dressed,
     final_class,
+    hand_out,
+    handed_out,
+    last_use,
     place_of,
     recompute,
     value_in_place,
@@ -58,7 +59,7 @@ class RecordedInitializer:
         return Claim(
             slots=slots,
             source="recording",
-            order=max(_order_of(slot) for slot in slots),
+            order=max(last_use(_known_value(slot)) for slot in slots),
             problems=_seed_problems(site, slots, request),
             settled=True,
         )
@@ -124,6 +125,8 @@ class _Replays:
         )
         self._members = by_recording
         self._replays: dict[int, Replay] = {}
+        self._handed: dict[Value, Tensor] = {}
+        self._parts: set[Recording] = set()
 
     def run(self, step: Step) -> None:
         """Replay as far as this step's tensors need."""
@@ -168,6 +171,14 @@ class _Replays:
         elif not self._request.draws_unneeded:
             before_random = _no_seed
         wanted = [_known_value(slot) for slot in slots]
+        for value in wanted:
+            # An earlier call made something that lies in the same memory.
+            if (real := handed_out(value, self._request.device)) is not None:
+                self._handed[value] = real
+        places = recording.places.values()
+        inside = {value for named in places for value in named.values()}
+        if len(inside) > len(set(wanted)):
+            self._parts.add(recording)
         return Replay(
             recording, self._device, wanted=wanted, before_random=before_random
         )
@@ -190,6 +201,9 @@ class _Replays:
     def _take(self, value: Value, tensor: Tensor) -> None:
         """Give a tensor that is ready to every object that stands for it."""
         tensor = self._on_target(tensor)
+        known = self._handed.get(value)
+        if known is None and value.recording in self._parts:
+            hand_out(value, tensor, self._request.device)
         for slot in self._slots[value]:
             if not isinstance(slot.tensor, DeferredTensor):  # sharded since
                 self._workspace.adopt(slot, tensor)
@@ -199,10 +213,11 @@ class _Replays:
                 ).items():
                     home.__dict__.setdefault(name, found)
                 continue
+            real = tensor if known is None else known
             if not slot.tensor.is_leaf:
-                self._computed.append((slot, value, tensor))
+                self._computed.append((slot, value, real))
                 continue
-            self._workspace.adopt(slot, dressed(slot.tensor, tensor))
+            self._workspace.adopt(slot, dressed(slot.tensor, real))
             if slot.tensor.requires_grad:
                 self._leaves[value] = slot.tensor
 
@@ -257,28 +272,6 @@ def _seed_problems(
 
 def _no_seed(node: Node) -> None:
     """Seed nothing: only what is needed is drawn."""
-
-
-_last_uses: WeakKeyDictionary[Recording, tuple[int, dict[Storage, int]]]
-_last_uses = WeakKeyDictionary()
-
-
-def _order_of(slot: Slot) -> Order:
-    value = _known_value(slot)
-    recording = value.recording
-    num_nodes, uses = _last_uses.get(recording, (-1, {}))
-    if num_nodes != len(recording.nodes):
-        uses = {}
-        for node in recording.nodes:
-            for read in node.reads:
-                uses[read.storage] = node.index
-            for out in node.outs:
-                if out is not None:
-                    uses[out.storage] = node.index
-            for storage in node.writes:
-                uses[storage] = node.index
-        _last_uses[recording] = (len(recording.nodes), uses)
-    return recording.serial, uses.get(value.storage, value.node)
 
 
 def _value(slot: Slot) -> Value | None:

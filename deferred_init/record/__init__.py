@@ -69,6 +69,8 @@ from deferred_init.record.early import early_value
 from deferred_init.record.external import place_of
 from deferred_init.record.grads import recompute
 from deferred_init.record.graph import Recording
+from deferred_init.record.handed import hand_out, handed_out
+from deferred_init.record.last_uses import last_use
 from deferred_init.record.materialize import (
     become,
     deferred_tensors,
@@ -107,7 +109,10 @@ __all__ = [
     "dressed",
     "early_value",
     "final_class",
+    "hand_out",
+    "handed_out",
     "is_deferred",
+    "last_use",
     "materialize_module",
     "materialize_tensor",
     "place_of",

@@ -22,7 +22,8 @@ from torch.optim import Optimizer
 
 import deferred_init as di
 from deferred_init import api, execute, pipeline, workspace
-from deferred_init.record import Replay
+from deferred_init.fast.policy import Fast
+from deferred_init.record.execution import Executor
 from deferred_init.rng import ByName, Eager
 from tests.reliability.portrait import Portrait, assert_equal, generators, portrait
 from tests.reliability.tally import tally
@@ -52,7 +53,7 @@ _CALLS = (
     (workspace, "exchange"),
     (workspace.ExecutionWorkspace, "allocate"),
     (workspace.ExecutionWorkspace, "finish"),
-    (Replay, "execute"),
+    (Executor, "call"),
 )
 
 
@@ -76,7 +77,7 @@ class Boundaries(AbstractContextManager["Boundaries"]):
     def __enter__(self) -> Boundaries:
         for owner, name in _CALLS:
             self._patches.setattr(owner, name, self._around(getattr(owner, name), name))
-        for policy in (Eager, ByName):
+        for policy in (Eager, ByName, Fast):
             self._patches.setattr(policy, "step", self._around_step(policy.step))
         found = pipeline.refreshers  # more are registered when handlers are loaded
         self._patches.setattr(

@@ -14,8 +14,16 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel
 
 import deferred_init as di
-from tests.reliability.faults import Job, check_every_boundary, held_by
-from tests.reliability.portrait import seed
+from deferred_init.record import materialize as record_materialize
+from deferred_init.record.execution import Executor
+from tests.reliability.faults import (
+    ERRORS,
+    Job,
+    check_every_boundary,
+    held_by,
+    raising,
+)
+from tests.reliability.portrait import assert_equal, generators, portrait, seed
 
 
 class Slotted(nn.Parameter):
@@ -91,8 +99,9 @@ def plain_job(make: Callable[[], nn.Module], **options: Any) -> Job:
         {"verify": "full"},
         {"dtype": torch.bfloat16, "seed": 1},
         {"rng": "by_name", "seed": 1},
+        {"rng": "fast", "seed": 1},
     ],
-    ids=["full", "cast", "by_name"],
+    ids=["full", "cast", "by_name", "fast"],
 )
 @pytest.mark.parametrize("make", [on_meta, recorded])
 def test_a_fault_at_any_boundary_is_undone(
@@ -101,6 +110,39 @@ def test_a_fault_at_any_boundary_is_undone(
     crossed = check_every_boundary(lambda: plain_job(make, **options))
     assert len(crossed) > 40
     assert {"before run_audit", "after run_audit"} <= set(crossed)
+
+
+@pytest.mark.parametrize("error", ERRORS.values())
+def test_what_a_fault_left_of_a_module_the_next_call_completes(
+    error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`materialize_module` changes all tensors at the end, one after the other."""
+    seed(3)
+    expected, states = portrait(build()), generators()
+    seed(3)
+    model = recorded()
+    before = portrait(model)
+    calls, become = 0, record_materialize.become
+
+    def failing(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        become(*args)
+        if calls in (1, 4, 9):
+            raise error("on purpose")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Executor, "call", lambda *_: raising(error("on purpose"))())
+        with pytest.raises((error, di.DeferredInitError)):
+            di.materialize_module(model)
+    assert_equal(portrait(model), before)
+    monkeypatch.setattr(record_materialize, "become", failing)
+    for _ in range(3):
+        with pytest.raises(error):
+            di.materialize_module(model)
+    di.materialize_module(model)
+    assert_equal(portrait(model), expected)
+    assert generators() == states
 
 
 def test_a_parameter_that_had_to_be_replaced_is_the_old_one_again() -> None:

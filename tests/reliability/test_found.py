@@ -80,6 +80,29 @@ def test_a_plan_and_an_audit_do_not_prolong_a_recording() -> None:
     del held
 
 
+@pytest.mark.parametrize("first", ["materialize", "materialize_module"])
+@pytest.mark.parametrize("order", [("base", "view"), ("view", "base")])
+def test_parts_of_a_recording_that_share_memory_share_it_in_any_order(
+    first: str, order: tuple[str, str]
+) -> None:
+    def make() -> nn.Module:
+        model = nn.ModuleDict({"base": nn.Module(), "view": nn.Module()})
+        model["base"].register_buffer("table", torch.rand(4))
+        model["view"].register_buffer("window", model["base"].table[1:3])
+        return model
+
+    seed()
+    expected = portrait(make())
+    seed()
+    model = di.deferred_init(make)
+    if first == "materialize":
+        di.materialize(model[order[0]], "cpu")
+    else:
+        di.materialize_module(model[order[0]])
+    di.materialize(model[order[1]], "cpu")
+    assert_equal(portrait(model), expected)
+
+
 def test_materialize_module_too_makes_what_a_tensor_carries() -> None:
     def make() -> nn.Module:
         model = nn.Linear(2, 2)

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import deferred_init as di
 from deferred_init import workspace
-from deferred_init.record import Replay
+from deferred_init.record.execution import Executor
 from tests.reliability.made import eager, on_meta, recorded
 from tests.reliability.portrait import (
     Portrait,
@@ -159,7 +159,7 @@ class _Fault(TorchDispatchMode):
         self.error = error
         self.seen = 0
         self._originals = {
-            (Replay, "execute"): Replay.execute,
+            (Executor, "call"): Executor.call,
             (workspace, "exchange"): workspace.exchange,
         }
 
@@ -174,8 +174,8 @@ class _Fault(TorchDispatchMode):
         super().__exit__(*details)
 
     def _counting(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*args: Any) -> Any:
-            result = function(*args)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
             self._count()
             return result
 
