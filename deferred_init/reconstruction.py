@@ -132,10 +132,7 @@ def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
 @contextmanager
 def _patches() -> Iterator[None]:
     """Class replacements that the user registered with transformers, if any."""
-    try:
-        from transformers.monkey_patching import apply_patches
-    except ImportError:  # transformers before 5.5
-        yield
-        return
+    from transformers.monkey_patching import apply_patches
+
     with apply_patches():
         yield

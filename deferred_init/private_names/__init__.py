@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import sys
 
+from deferred_init.private_names.distributed_names import DISTRIBUTED_NAMES
 from deferred_init.private_names.ecosystem_names import ECOSYSTEM_NAMES
 from deferred_init.private_names.entry import PrivateName
 from deferred_init.private_names.te_names import TE_NAMES
@@ -18,7 +19,12 @@ from deferred_init.private_names.torch_names import TORCH_NAMES
 
 __all__ = ["PRIVATE_NAMES", "PrivateName", "missing_names"]
 
-PRIVATE_NAMES: tuple[PrivateName, ...] = (*TORCH_NAMES, *ECOSYSTEM_NAMES, *TE_NAMES)
+PRIVATE_NAMES: tuple[PrivateName, ...] = (
+    *TORCH_NAMES,
+    *DISTRIBUTED_NAMES,
+    *ECOSYSTEM_NAMES,
+    *TE_NAMES,
+)
 
 
 def missing_names(*, imported_only: bool = True) -> tuple[PrivateName, ...]:

@@ -100,10 +100,23 @@ TE_NAMES = (
         ),
     ),
     *entries(
+        "transformer_engine.pytorch.optimizers.fused_adam",
+        (
+            "FusedAdam._dummy_overflow_buf",
+            "make the flag that it put on meta",
+            "it stays there, and the audit names it",
+        ),
+    ),
+    *entries(
         "transformer_engine.pytorch.tensor.float8_tensor",
         ("Float8Tensor._data", "audit quantized weights", _QUANTIZED),
         ("Float8Tensor._transpose", "audit quantized weights", _QUANTIZED),
         ("Float8Tensor._transpose_invalid", "audit quantized weights", _QUANTIZED),
+        (
+            "Float8Tensor._scale_inv",
+            "know which quantized tensors FSDP2 can cut",
+            "sharded quantized weights are refused",
+        ),
     ),
     *entries(
         "transformer_engine.pytorch.tensor.float8_blockwise_tensor",

@@ -11,10 +11,7 @@ _NO_RECORD = "none for recorded models; models on meta still work"
 _HOOKS = "hooks of tensors would be lost; read them through the public handles"
 _TABLES = "none: the public accessors leave out what is None, tied or not persistent"
 _MODULE_HOOKS = "hooks are not compared, nor carried over by a conversion"
-_DTENSOR = "`DTensor.to_local()`, which enters autograd"
-_FROM_LOCAL = "`DTensor.from_local`, which may communicate"
 _OLD_NORM = "such a module is refused; record it or use `parametrizations`"
-_FSDP2 = "what FSDP2 keeps is not audited"
 _UNPICKLER = "allow the class's new name in `sources/dcp.py`"
 _MRO = "name the public subclasses one by one"
 
@@ -22,6 +19,11 @@ TORCH_NAMES = (
     *entries(
         "torch",
         ("_C._swap_tensor_impl", "swap past views, and undo", _NO_SWAP),
+        (
+            "_C._len_torch_function_stack",
+            "see whether the default device alone is in force",
+            "never leave it out: init functions run a little slower",
+        ),
         (
             "Tensor._use_count",
             "find what keeps a tensor from being swapped",
@@ -219,79 +221,6 @@ TORCH_NAMES = (
             "FakeTensor",
             "recognize fake tensors as deferred",
             "they count as unknown subclasses and are refused",
-        ),
-    ),
-    *entries(
-        "torch.distributed.distributed_c10d",
-        (
-            "_get_default_store",
-            "ranks meet at the job's key-value store",
-            "a store of our own, which needs an address",
-        ),
-    ),
-    *entries(
-        "torch.distributed.checkpoint.filesystem",
-        ("_StorageInfo", "read DCP metadata without running code", _UNPICKLER),
-        ("_StoragePrefix", "read DCP metadata without running code", _UNPICKLER),
-    ),
-    *entries(
-        "torch.distributed.tensor",
-        ("DTensor._local_tensor", "a rank's shard", _DTENSOR),
-        ("DTensor._spec", "make a DTensor around a local shard", _FROM_LOCAL),
-    ),
-    *entries(
-        "torch.distributed.tensor._dtensor_spec",
-        ("DTensorSpec", "make a DTensor around a local shard", _FROM_LOCAL),
-        ("TensorMeta", "make a DTensor around a local shard", _FROM_LOCAL),
-    ),
-    *entries(
-        "torch.distributed.fsdp._fully_shard._fsdp_state",
-        ("_get_module_fsdp_state", "find what FSDP2 keeps", _FSDP2),
-        ("FSDPState._fsdp_param_group", "find what FSDP2 keeps", _FSDP2),
-        (
-            "FSDPState._fsdp_param_groups",
-            "find what FSDP2 keeps, with several meshes",
-            "`_fsdp_param_group`",
-            "torch 2.12 and later",
-        ),
-    ),
-    *entries(
-        "torch.distributed.fsdp._fully_shard._fsdp_param",
-        ("FSDPParam._module_info", "where a parameter of FSDP2 belongs", _FSDP2),
-        ("FSDPParam._sharded_param_data", "find stale shards", _FSDP2),
-        (
-            "FSDPParam._orig_param_uid",
-            "find ties over two FSDP groups",
-            "such a tie is not found",
-            "torch 2.12 and later",
-        ),
-    ),
-    *entries(
-        "torch.distributed.fsdp._fully_shard._fsdp_param_group",
-        ("FSDPParamGroup._reset_sharded_params", "find stale shards", _FSDP2),
-    ),
-    *entries(
-        "torch.distributed.algorithms._checkpoint.checkpoint_wrapper",
-        (
-            "ActivationWrapper._checkpoint_wrapped_module",
-            "take the names of wrappers out of those of parameters",
-            "names stay wrapped, and `by_name` draws other values when wrapped",
-        ),
-    ),
-    *entries(
-        "torch._dynamo.eval_frame",
-        (
-            "OptimizedModule._orig_mod",
-            "take the names of wrappers out of those of parameters",
-            "names stay wrapped, and `by_name` draws other values when compiled",
-        ),
-    ),
-    *entries(
-        "torch.distributed.fsdp.fully_sharded_data_parallel",
-        (
-            "FullyShardedDataParallel._fsdp_wrapped_module",
-            "take the names of wrappers out of those of parameters",
-            "names stay wrapped, and `by_name` draws other values under FSDP1",
         ),
     ),
 )

@@ -174,7 +174,10 @@ def test_double_precision_and_transposed_fills_are_seeded_by_name() -> None:
 def test_a_truncation_far_in_the_tail_is_left_to_torch() -> None:
     made = _make(_on_meta(lambda: Filled(_far_tail, torch.float32)))["weight"]
     assert 5.5 <= float(made.min()) <= float(made.max()) <= 6.5
-    assert made.unique().numel() > 300
+    reference = torch.empty_like(made)
+    _far_tail(reference)
+    # Torch 2.11 fills it with the bounds alone.
+    assert made.unique().numel() > 300 or reference.unique().numel() <= 2
 
 
 def _far_tail(weight: Tensor) -> None:

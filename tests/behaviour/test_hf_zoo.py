@@ -17,10 +17,15 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import transformers
 import zoo_configs
 import zoo_meta
+from packaging.version import Version
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
+
+# The release that the tiny configurations were chosen with; older ones build fewer.
+CHOSEN_WITH = Version("5.24")
 
 SAMPLE = [
     "base/albert",
@@ -70,5 +75,10 @@ def test_an_architecture_built_on_meta_is_right(
         warnings.simplefilter("ignore")  # the architectures' own
         build = zoo_configs.builder(kind, model_type, choices[name])
         result = zoo_meta.by_meta(name, build, limit_s=30, rng=rng)
+    if (
+        result.status == "unbuildable"
+        and Version(transformers.__version__) < CHOSEN_WITH
+    ):
+        pytest.skip(f"this release cannot build it at all: {result.cause}")
     expected = ["equal"] if rng == "eager" else ["equal", "ok"]
     assert result.status in expected, result.cause

@@ -29,6 +29,7 @@ NO_NAMES = {
     "_v": "the end of the public names of `weight_norm` and `spectral_norm`",
     "_u": "the end of the public buffer names of `spectral_norm`",
     "_orig": "the end of the public parameter names of `spectral_norm`",
+    "_fsdp": "how attributes of parameters begin that `fully_shard` sets",
     "_like": "the end of names of operations",
     "_deferred_init_bare": "an attribute of ours, on a function",
     "_thread": "a module of the standard library",
