@@ -14,6 +14,22 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that lets tests of several ranks run on GPUs."""
+    parser.addoption(
+        "--backend",
+        choices=("gloo", "nccl"),
+        default=os.environ.get("DEFERRED_INIT_BACKEND", "gloo"),
+        help="what ranks talk by in tests/distributed: gloo on CPUs (the default), or "
+        "nccl with one GPU a rank",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # The processes that tests start have to know it as well.
+    os.environ["DEFERRED_INIT_BACKEND"] = config.getoption("--backend")
+
+
 def _run(
     *command: str,
     ranks: int | None = None,

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from backend import DEVICE
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -75,16 +76,16 @@ def shard(model: Any, layout: str) -> None:
     world = dist.get_world_size()
     if layout in ("tp", "tp+fsdp"):
         shape = (1, world) if layout == "tp" else (2, world // 2)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("dp", "tp"))
+        mesh = init_device_mesh(DEVICE, shape, mesh_dim_names=("dp", "tp"))
         for block in model.blocks:
             _tensor_parallel(block, mesh["tp"])
         if layout == "tp":
             return
         mesh = mesh["dp"]
     elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("dp", "fsdp"))
+        mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("dp", "fsdp"))
     else:
-        mesh = init_device_mesh("cpu", (world,))
+        mesh = init_device_mesh(DEVICE, (world,))
     options: dict[str, Any] = {"mesh": mesh}
     if layout == "mixed precision":
         options["mp_policy"] = MixedPrecisionPolicy(

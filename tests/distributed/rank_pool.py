@@ -1,16 +1,18 @@
-"""Processes that form a gloo process group and run functions of the tests."""
+"""Processes that form a process group and run functions of the tests."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
-import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
+import pytest
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 __all__ = ["RankPool"]
 
@@ -20,13 +22,17 @@ _RETURN_S = 20.0
 
 
 class RankPool:
-    """A process group of CPU processes that lives as long as no call fails.
+    """A process group of processes that lives as long as no call fails.
 
     Args:
         world_size: Number of processes.
     """
 
     def __init__(self, world_size: int) -> None:
+        from backend import missing_gpus  # reads an option, which is parsed later
+
+        if reason := missing_gpus(world_size):
+            pytest.skip(reason)
         self.world_size = world_size
         self.processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -107,14 +113,12 @@ def _receive(pipe: Connection, timeout_s: float) -> tuple[bool, Any]:
 
 
 def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
-    import torch
+    from backend import join
 
-    torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size))
     store = dist.TCPStore(  # type: ignore[attr-defined]
         "127.0.0.1", port, is_master=False
     )
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=world_size)
+    join(store, rank, world_size)
     pipe.send((True, None))
     while True:
         asked = pipe.recv()
@@ -122,6 +126,11 @@ def _serve(rank: int, world_size: int, port: int, pipe: Connection) -> None:
             return
         function, args = asked
         try:
-            pipe.send((True, function(rank, *args)))
+            pipe.send((True, _on_cpu(function(rank, *args))))
         except BaseException:  # noqa: BLE001 - the parent reports it
             pipe.send((False, traceback.format_exc()))
+
+
+def _on_cpu(result: Any) -> Any:
+    """Bring tensors to where the parent can read them."""
+    return tree_map_only(Tensor, lambda tensor: tensor.cpu(), result)

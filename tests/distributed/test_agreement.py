@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from backend import DEVICE, generator_states
 from models import Net, shard
 from rank_pool import RankPool
 from torch import nn
@@ -23,13 +24,13 @@ Ranks = Callable[[int], RankPool]
 def _refused(rank: int, case: str, world: int) -> tuple[str, float]:
     warnings.simplefilter("ignore")
     model, arguments = _disagreeing(rank, case)
-    state = torch.get_rng_state()
+    state = generator_states()
     held = dict(model.named_parameters())
     started = time.perf_counter()
     with pytest.raises(di.PlanError) as caught:
-        di.materialize(model, "cpu", **arguments)
+        di.materialize(model, DEVICE, **arguments)
     seconds = time.perf_counter() - started
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
     assert all(p is held[name] for name, p in model.named_parameters())
     dist.barrier()
     return str(caught.value), seconds
@@ -114,7 +115,7 @@ def _fails_on_one(rank: int) -> str:
     shard(model, "fsdp")
     held = dict(model.named_parameters())
     torch.manual_seed(0)
-    state = torch.get_rng_state()
+    state = generator_states()
     fill = nn.Module.register_parameter
 
     def refresh(*_args: object) -> None:
@@ -126,15 +127,15 @@ def _fails_on_one(rank: int) -> str:
     registry.add_refresher(type("Broken", (), {"refresh": refresh})())
     try:
         with pytest.raises(di.MaterializeError) as caught:
-            di.materialize(model, "cpu", seed=None)
+            di.materialize(model, DEVICE, seed=None)
     finally:
         registry._refreshers.pop()
     assert fill is nn.Module.register_parameter
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
     for name, parameter in model.named_parameters():
         assert parameter is held[name]
         assert parameter.is_meta
-    report = di.materialize(model, "cpu", seed=1)
+    report = di.materialize(model, DEVICE, seed=1)
     assert report.ok
     return str(caught.value)
 
@@ -152,11 +153,11 @@ def _one_stays_away(rank: int) -> str:
     model = di.deferred_init(Net)
     shard(model, "fsdp")
     text = ""
-    di.plan(model, "cpu", seed=1)  # imports what is needed, which takes its time
+    di.plan(model, DEVICE, seed=1)  # imports what is needed, which takes its time
     dist.barrier()
     if rank != 1:
         with pytest.raises(di.PlanError) as caught:
-            di.materialize(model, "cpu", seed=1, rank_timeout_s=6.0)
+            di.materialize(model, DEVICE, seed=1, rank_timeout_s=6.0)
         text = str(caught.value)
         assert all(parameter.is_meta for parameter in model.parameters())
     return text
@@ -188,9 +189,9 @@ def _dies(rank: int) -> str:
         from deferred_init.handlers import registry
 
         registry.add_refresher(type("Deadly", (), {"refresh": die})())
-    di.plan(model, "cpu", seed=1)
+    di.plan(model, DEVICE, seed=1)
     with pytest.raises(di.MaterializeError) as caught:
-        di.materialize(model, "cpu", seed=1, rank_timeout_s=6.0)
+        di.materialize(model, DEVICE, seed=1, rank_timeout_s=6.0)
     assert all(parameter.is_meta for parameter in model.parameters())
     return str(caught.value)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import Net, shard
@@ -26,7 +27,7 @@ def _made(layout: str = "fsdp", width: int = 12) -> Any:
     warnings.simplefilter("ignore")
     model = di.deferred_init(Net, width)
     shard(model, layout)
-    assert di.materialize(model, "cpu", seed=3, verify="full").ok
+    assert di.materialize(model, DEVICE, seed=3, verify="full").ok
     return model
 
 
@@ -48,7 +49,7 @@ def _alike(_rank: int) -> list[tuple[str, str]]:
 
     model = di.deferred_init(make)
     fully_shard(model)
-    di.materialize(model, "cpu", seed=3)
+    di.materialize(model, DEVICE, seed=3)
     torch.manual_seed(0)
     with torch.no_grad():
         nn.init.normal_(model.embed.weight._local_tensor)
@@ -94,7 +95,7 @@ def _split_tie(_rank: int) -> tuple[str, list[tuple[str, str]]]:
     fully_shard(model.embed)
     fully_shard(model)
     with pytest.raises(di.PlanError) as caught:
-        di.materialize(model, "cpu", seed=0)
+        di.materialize(model, DEVICE, seed=0)
     real = Net()
     fully_shard(real.embed)
     fully_shard(real)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from backend import DEVICE
 from models import Net, compare, shard, train
 from rank_pool import RankPool
 from torch import nn
@@ -46,7 +47,7 @@ def _handed_over(rank: int, source: int) -> None:
         empty = torch.empty(3, 2, device="meta", dtype=torch.bfloat16).t()
         model.half_open = nn.Parameter(empty)
     held = dict(model.named_parameters())
-    report = di.materialize(model, "cpu", broadcast_from=source)
+    report = di.materialize(model, DEVICE, broadcast_from=source)
     expected = _loaded()
     compare(model, expected)
     assert model.head.weight is model.embed.weight
@@ -76,7 +77,7 @@ def _partly(rank: int) -> None:
     if rank == 1:
         with torch.no_grad():
             model.positions = torch.arange(3.0) / 3
-    di.materialize(model, "cpu", seed=7, broadcast_from=0)
+    di.materialize(model, DEVICE, seed=7, broadcast_from=0)
     compare(model, expected)
 
 
@@ -88,7 +89,7 @@ def _cast(rank: int) -> None:
     model = _mixed(rank, 0)
     if rank == 0:
         del model.half_open
-    di.materialize(model, "cpu", broadcast_from=0, dtype=torch.bfloat16)
+    di.materialize(model, DEVICE, broadcast_from=0, dtype=torch.bfloat16)
     if rank:
         assert model.blocks[0].up.weight.dtype is torch.bfloat16
     reference = _loaded().blocks[0].up.weight.to(torch.bfloat16)
@@ -107,7 +108,7 @@ def _refused(rank: int, case: str) -> str:
     elif rank == 0:
         model.blocks[1].up = nn.Linear(5, 9)
     with pytest.raises(di.PlanError) as caught:
-        di.materialize(model, "cpu", broadcast_from=0)
+        di.materialize(model, DEVICE, broadcast_from=0)
     dist.barrier()
     return str(caught.value)
 
@@ -128,11 +129,11 @@ def test_models_of_different_shape_are_refused(ranks: Ranks) -> None:
 
 def _lacking(rank: int) -> str:
     warnings.simplefilter("ignore")
-    model: Any = nn.Linear(2, 2, device="meta" if rank else "cpu")
+    model: Any = nn.Linear(2, 2, device="meta" if rank else DEVICE)
     if rank:
         model.table = [torch.empty(3, device="meta")]
     with pytest.raises(di.MaterializeError) as caught:
-        di.materialize(model, "cpu", broadcast_from=0)
+        di.materialize(model, DEVICE, broadcast_from=0)
     assert model.weight.is_meta == bool(rank)
     return str(caught.value)
 
@@ -144,12 +145,12 @@ def test_a_source_that_lacks_a_tensor_stops_all_ranks(ranks: Ranks) -> None:
 
 def test_a_broadcast_without_a_process_group_is_refused() -> None:
     with pytest.raises(ValueError, match="needs a process group: call"):
-        di.materialize(nn.Linear(2, 2), "cpu", broadcast_from=0)
+        di.materialize(nn.Linear(2, 2), DEVICE, broadcast_from=0)
 
 
 def _wrong_source(_rank: int) -> None:
     with pytest.raises(ValueError, match="must be a rank of 0 to 1, found 5"):
-        di.materialize(nn.Linear(2, 2), "cpu", broadcast_from=5)
+        di.materialize(nn.Linear(2, 2), DEVICE, broadcast_from=5)
 
 
 def test_a_source_that_is_no_rank_is_refused(ranks: Ranks) -> None:
@@ -158,4 +159,4 @@ def test_a_source_that_is_no_rank_is_refused(ranks: Ranks) -> None:
 
 def test_a_time_out_has_to_be_positive() -> None:
     with pytest.raises(ValueError, match="rank_timeout_s must be positive, found 0"):
-        di.materialize(nn.Linear(2, 2), "cpu", rank_timeout_s=0)
+        di.materialize(nn.Linear(2, 2), DEVICE, rank_timeout_s=0)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend import DEVICE
 from models import Net, shard
 from rank_pool import RankPool
 from torch import nn
@@ -69,7 +70,7 @@ def _sharded(built: str, layout: str) -> tuple[nn.Module, torch.optim.Optimizer]
 def _run(model: nn.Module, optimizer: Any, **options: Any) -> di.Report:
     held = () if optimizer is None else optimizer
     return di.materialize(
-        model, "cpu", optimizers=held, rank_timeout_s=TIMEOUT_S, **options
+        model, DEVICE, optimizers=held, rank_timeout_s=TIMEOUT_S, **options
     )
 
 
@@ -133,7 +134,7 @@ def test_all_ranks_roll_back_when_one_fails_at_any_boundary(
 def _broadcast_cases(rank: int) -> int:
     def make(rank: int) -> Any:
         seed(3)
-        with torch.device("cpu" if rank == 0 else "meta"):
+        with torch.device(DEVICE if rank == 0 else "meta"):
             model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
         model.append(nn.Linear(3, 2, device="meta"))
         return model, None

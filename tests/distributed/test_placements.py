@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from backend import DEVICE
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -49,7 +50,7 @@ def _placed(shape: tuple[int, ...], mesh: DeviceMesh, placements: Any) -> Table:
 
 def _all_placements(_rank: int, shape: tuple[int, ...], axes: int) -> int:
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (4,) if axes == 1 else (2, 2))
+    mesh = init_device_mesh(DEVICE, (4,) if axes == 1 else (2, 2))
     done = 0
     for placements in itertools.product(
         (Replicate(), Shard(0), Shard(1), Shard(-1)), repeat=axes
@@ -58,7 +59,7 @@ def _all_placements(_rank: int, shape: tuple[int, ...], axes: int) -> int:
         expected = Table(shape)
         table = _placed(shape, mesh, placements)
         held, placed = table.weight, table.weight.placements
-        di.materialize(table, "cpu", seed=done)
+        di.materialize(table, DEVICE, seed=done)
         assert table.weight is held
         assert held.placements == placed
         assert torch.equal(held.full_tensor(), expected.weight), placements
@@ -82,12 +83,12 @@ def test_more_ranks_than_rows_leave_empty_shards(ranks: Ranks) -> None:
 
 def _three_axes(_rank: int) -> None:
     warnings.simplefilter("ignore")
-    mesh = init_device_mesh("cpu", (2, 1, 2))
+    mesh = init_device_mesh(DEVICE, (2, 1, 2))
     for placements in itertools.product((Replicate(), Shard(0), Shard(1)), repeat=3):
         torch.manual_seed(1)
         expected = Table((5, 6))
         table = _placed((5, 6), mesh, placements)
-        di.materialize(table, "cpu", seed=1)
+        di.materialize(table, DEVICE, seed=1)
         assert torch.equal(table.weight.full_tensor(), expected.weight), placements
 
 
@@ -104,7 +105,7 @@ def _on_dim_one(_rank: int) -> None:
     fully_shard(
         model, shard_placement_fn=lambda p: Shard(p.dim() - 1 if p.dim() > 1 else 0)
     )
-    di.materialize(model, "cpu", seed=1)
+    di.materialize(model, DEVICE, seed=1)
     weight: Any = model.weight
     assert weight.placements == (Shard(1),)
     assert torch.equal(weight.full_tensor(), expected.weight)
@@ -117,12 +118,12 @@ def test_fsdp_may_shard_another_dim(ranks: Ranks) -> None:
 
 
 def _partial(_rank: int) -> str:
-    mesh = init_device_mesh("cpu", (2,))
+    mesh = init_device_mesh(DEVICE, (2,))
     table = Table((4, 2))
     local = torch.empty(4, 2, device="meta")
     table.weight = nn.Parameter(DTensor.from_local(local, mesh, [Partial()]))
     try:
-        di.materialize(table, "cpu", seed=0)
+        di.materialize(table, DEVICE, seed=0)
     except di.PlanError as error:
         return str(error)
     return ""
@@ -146,9 +147,9 @@ def _buffers(_rank: int) -> None:
     torch.manual_seed(4)
     expected = make()
     model = di.deferred_init(make)
-    distribute_module(model, init_device_mesh("cpu", (3,)))
+    distribute_module(model, init_device_mesh(DEVICE, (3,)))
     assert isinstance(model.running_var, DTensor)
-    di.materialize(model, "cpu", seed=4)
+    di.materialize(model, DEVICE, seed=4)
     for name, tensor in [*expected.named_parameters(), *expected.named_buffers()]:
         owner, _, key = name.rpartition(".")
         got: Any = getattr(model.get_submodule(owner), key)
@@ -174,7 +175,7 @@ def _forgotten(_rank: int, verify: str) -> list[tuple[str, str]]:
         model: Any = Untouched(6, 16)
     di.register_initializer(Untouched, lambda module: module.reset_parameters())
     fully_shard(model)
-    report = di.materialize(model, "cpu", seed=0, verify=verify, strict=False)
+    report = di.materialize(model, DEVICE, seed=0, verify=verify, strict=False)
     assert not model.bias.is_meta
     assert torch.equal(model.weight.full_tensor(), torch.ones(16, 6))
     return [(finding.code, finding.fqn) for finding in report.findings]
@@ -208,7 +209,7 @@ def _peak(_rank: int) -> list[int]:
 
     staging.Loan.heat = watched  # type: ignore[assignment,method-assign]
     try:
-        di.materialize(model, "cpu", seed=0)
+        di.materialize(model, DEVICE, seed=0)
     finally:
         staging.Loan.heat = heat  # type: ignore[method-assign]
     return [seen[0], largest]

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend import DEVICE, generator_states
 from models import compare
 from rank_pool import RankPool
 from torch import nn
@@ -56,13 +57,13 @@ def _equal(_rank: int, name: str) -> None:
     warnings.simplefilter("ignore")
     torch.manual_seed(2)
     expected = _make(name)
-    state = torch.get_rng_state()
+    state = generator_states()
     with torch.device("meta"):
         model = _make(name)
     _shard(model)
     held = dict(model.named_parameters())
-    assert di.materialize(model, "cpu", seed=2).ok
-    assert torch.equal(torch.get_rng_state(), state)
+    assert di.materialize(model, DEVICE, seed=2).ok
+    assert torch.equal(generator_states(), state)
     compare(model, expected)
     assert all(p is held[key] for key, p in model.named_parameters())
     tokens = torch.tensor([[1, 2, 3]])
@@ -81,9 +82,9 @@ def _changed(_rank: int) -> None:
         models = [_make("llama") for _ in range(2)]
         for model in models:
             model.lm_head = nn.Linear(12, 5)
-    di.materialize(models[0], "cpu", seed=2)
+    di.materialize(models[0], DEVICE, seed=2)
     _shard(models[1])
-    di.materialize(models[1], "cpu", seed=2)
+    di.materialize(models[1], DEVICE, seed=2)
     compare(models[1], models[0])
 
 

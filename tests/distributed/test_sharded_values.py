@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend import DEVICE, generator_states
 from models import LAYOUTS, Net, compare, shard, train
 from rank_pool import RankPool
 from torch import nn
@@ -33,7 +34,7 @@ class MetaNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.device("cpu"):
+        with torch.device(DEVICE):
             self.positions = torch.arange(3.0) / 3
             for index, block in enumerate(self.blocks):
                 block.scale = torch.full((1,), 0.5 + index)
@@ -48,14 +49,14 @@ def _values(_rank: int, layout: str, built: str) -> None:
     else:
         # Eager construction without the draws for buffers that meta leaves out.
         expected = _eager_without_buffer_draws()
-    state = torch.get_rng_state()
+    state = generator_states()
     model = _deferred(built, make)
     shard(model, layout)
     held = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([p for p in held.values() if p.requires_grad], lr=0.1)
-    report = di.materialize(model, "cpu", seed=11, optimizers=[optimizer])
+    report = di.materialize(model, DEVICE, seed=11, optimizers=[optimizer])
     assert report.ok
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
     compare(model, expected)
     for name, parameter in model.named_parameters():
         assert parameter is held[name]
@@ -96,7 +97,7 @@ def _sharded_after(_rank: int) -> None:
     torch.manual_seed(5)
     expected = Net()
     model = di.deferred_init(Net)
-    di.materialize(model, "cpu", seed=5)
+    di.materialize(model, DEVICE, seed=5)
     shard(model, "fsdp")
     compare(model, expected)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -118,12 +119,12 @@ def _composite(_rank: int) -> None:
 
     torch.manual_seed(3)
     expected = make()
-    state = torch.get_rng_state()
+    state = generator_states()
     model = _deferred("meta", make)
     fully_shard(model)
-    di.materialize(model, "cpu", seed=3)
+    di.materialize(model, DEVICE, seed=3)
     compare(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
 
 
 def test_init_code_that_rewrites_a_whole_model_sees_full_tensors(
@@ -138,7 +139,7 @@ def _dtype(_rank: int) -> None:
     expected = Net().to(torch.bfloat16)
     model = di.deferred_init(Net)
     shard(model, "fsdp")
-    di.materialize(model, "cpu", seed=5, dtype=torch.bfloat16)
+    di.materialize(model, DEVICE, seed=5, dtype=torch.bfloat16)
     compare(model, expected)
 
 
@@ -152,7 +153,7 @@ def _gathers_from_new_memory(_rank: int) -> None:
 
     model = di.deferred_init(Net)
     shard(model, "fsdp")
-    di.materialize(model, "cpu", seed=5)
+    di.materialize(model, DEVICE, seed=5)
     records = list(fsdp_params(model.modules()))
     assert len(records) == 17
     for record in records:
@@ -185,14 +186,14 @@ def _marks(_rank: int, built: str, order: str) -> None:
     model.second.bias.allreduce = False
     mine = model.first.weight.mine
     if order == "last":
-        di.materialize(model, "cpu", seed=0)
+        di.materialize(model, DEVICE, seed=0)
     # The recording leads to the attributes by itself.
     kept = built == "recorded" and order == "first"
     with nullcontext() if kept else attributes_kept(model):
         fully_shard(model)
     if order == "first":
         model.second.bias.allreduce = True  # what was said last counts
-        di.materialize(model, "cpu", seed=0)
+        di.materialize(model, DEVICE, seed=0)
     weight = model.first.weight
     assert weight is model.second.weight
     assert weight.mine is mine

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from backend import DEVICE
 from models import LAYOUTS, Net, compare, shard
 from rank_pool import RankPool
 from torch import nn
@@ -52,7 +53,12 @@ def _load(_rank: int, layout: str, kind: str, folder: Path, dtype: Any) -> None:
     held = dict(model.named_parameters())
     weights = expected.state_dict() if kind == "mapping" else folder
     report = di.materialize(
-        model, "cpu", weights=weights, missing="error", unexpected="ignore", dtype=dtype
+        model,
+        DEVICE,
+        weights=weights,
+        missing="error",
+        unexpected="ignore",
+        dtype=dtype,
     )
     assert report.ok
     for name, parameter in model.named_parameters():
@@ -99,11 +105,11 @@ def _count(rank: int, folder: Path) -> int:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (dist.get_world_size(),)))
     source = open_source(folder)
     LocalFile.read_into = counted  # type: ignore[method-assign]
     try:
-        di.materialize(model, "cpu", weights=source, missing="error")
+        di.materialize(model, DEVICE, weights=source, missing="error")
     finally:
         LocalFile.read_into = read_into  # type: ignore[method-assign]
     return read
@@ -123,7 +129,7 @@ def _fused(_rank: int) -> None:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    mesh = init_device_mesh(DEVICE, (dist.get_world_size(),))
     torch.manual_seed(0)
     a, b = torch.randn(5, 7), torch.randn(3, 7)
     whole = torch.cat([a, b])
@@ -132,14 +138,14 @@ def _fused(_rank: int) -> None:
         empty = distribute_tensor(torch.empty(8, 7, device="meta"), mesh, [Shard(dim)])
         model.weight = nn.Parameter(empty)
         rule = Fuse("weight", ["a", "b"])
-        di.materialize(model, "cpu", weights={"a": a, "b": b}, names=[rule])
+        di.materialize(model, DEVICE, weights={"a": a, "b": b}, names=[rule])
         assert isinstance(model.weight, DTensor)
         assert torch.equal(model.weight.full_tensor(), whole)
         model.weight = nn.Parameter(
             distribute_tensor(torch.empty(8, 7, device="meta"), mesh, [Shard(dim)])
         )
         turned = {"weight": whole.t().contiguous()}
-        di.materialize(model, "cpu", weights=turned, names=[Transpose("weight")])
+        di.materialize(model, DEVICE, weights=turned, names=[Transpose("weight")])
         assert torch.equal(model.weight.full_tensor(), whole)
 
 
@@ -156,7 +162,7 @@ def _missing(_rank: int) -> None:
     expected.load_state_dict(stored, strict=False)
     model = di.deferred_init(Net)
     shard(model, "fsdp")
-    di.materialize(model, "cpu", weights=stored, seed=3)
+    di.materialize(model, DEVICE, weights=stored, seed=3)
     compare(model, expected)
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from backend import DEVICE
 from rank_pool import RankPool
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -58,14 +59,14 @@ def sharded(layout: str) -> nn.Module:
         model = build()
     world = dist.get_world_size()
     if layout == "fsdp":
-        fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
+        fully_shard(model, mesh=init_device_mesh(DEVICE, (world,)))
     elif layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("r", "s"))
+        mesh = init_device_mesh(DEVICE, (2, world // 2), mesh_dim_names=("r", "s"))
         fully_shard(model, mesh=mesh)
     else:
         styles = [ColwiseParallel(), RowwiseParallel()] * (DEPTH // 2)
         named = {str(index): style for index, style in enumerate(styles)}
-        parallelize_module(model, init_device_mesh("cpu", (world,)), named)
+        parallelize_module(model, init_device_mesh(DEVICE, (world,)), named)
     return model
 
 
@@ -107,7 +108,7 @@ def _load(
     try:
         with counted() as read:
             report = di.materialize(
-                model, "cpu", weights=source, missing="error", dtype=dtype, seed=0
+                model, DEVICE, weights=source, missing="error", dtype=dtype, seed=0
             )
     finally:
         socket.gethostname = host
@@ -169,7 +170,7 @@ def _fail(rank: int, folder: Path, layout: str, nodes: int, who: int) -> str:
     start = time.monotonic()
     try:
         with counted(fail_at=1 if rank == who else None):
-            di.materialize(model, "cpu", weights=source, rank_timeout_s=60, seed=0)
+            di.materialize(model, DEVICE, weights=source, rank_timeout_s=60, seed=0)
     except di.MaterializeError as error:
         text = str(error)
     else:
@@ -179,7 +180,7 @@ def _fail(rank: int, folder: Path, layout: str, nodes: int, who: int) -> str:
     after = [(name, id(p), p.device.type) for name, p in model.named_parameters()]
     assert after == before
     assert time.monotonic() - start < 50
-    di.materialize(model, "cpu", weights=open_source(folder), seed=0)
+    di.materialize(model, DEVICE, weights=open_source(folder), seed=0)
     check(model)
     return text
 
@@ -202,7 +203,7 @@ def _without_group(rank: int, folder: Path) -> bool:
     with torch.device("meta"):
         model = build()
     source = open_source(folder, shared=True)
-    report = di.materialize(model, "cpu", weights=source, seed=0)
+    report = di.materialize(model, DEVICE, weights=source, seed=0)
     check(model)
     return any("read them for all" in note for note in report.notes)
 
@@ -219,7 +220,7 @@ def _other_keys(rank: int, odd: bool) -> bool:
     state = {prefix + key: value for key, value in stored().items()}
     model = sharded("tp")
     source = open_source(state, shared=True)
-    report = di.materialize(model, "cpu", weights=source, seed=0)
+    report = di.materialize(model, DEVICE, weights=source, seed=0)
     check(model)
     return any("read them for all" in note for note in report.notes)
 

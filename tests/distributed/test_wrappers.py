@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from backend import DEVICE, generator_states
 from models import Net, compare, shard, train
 from rank_pool import RankPool
 from torch import nn
@@ -34,7 +35,7 @@ def _ddp(_rank: int) -> None:
     warnings.simplefilter("ignore")
     expected = _eager(Net, 4)
     model: Any = di.deferred_init(Net)
-    di.materialize(model, "cpu", seed=4)
+    di.materialize(model, DEVICE, seed=4)
     wrapped = DistributedDataParallel(model)
     compare(model, expected)
     optimizer = torch.optim.SGD(wrapped.parameters(), lr=0.1)
@@ -58,8 +59,8 @@ def _fsdp1(_rank: int, built: str) -> None:
     wrapped = FullyShardedDataParallel(
         model,
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
-        param_init_fn=di.param_init_fn(device="cpu"),
-        device_id=torch.device("cpu"),
+        param_init_fn=di.param_init_fn(device=DEVICE),
+        device_id=torch.device(DEVICE),
         use_orig_params=True,
     )
     with FullyShardedDataParallel.summon_full_params(wrapped):
@@ -107,7 +108,7 @@ def _wrapped_too_early(_rank: int) -> str:
     nn.Module.__init__(wrapped.inner)
     wrapped.inner.module = model
     with pytest.raises(di.PlanError) as caught:
-        di.materialize(wrapped, "cpu")
+        di.materialize(wrapped, DEVICE)
     return str(caught.value)
 
 
@@ -126,7 +127,7 @@ def _stage(rank: int, rng: str) -> dict[str, torch.Tensor]:
     for index in range(4):
         if index // 2 != rank:
             del model[f"layer{index}"]
-    di.materialize(model, "cpu", seed=8, rng=rng)
+    di.materialize(model, DEVICE, seed=8, rng=rng)
     return {name: value.detach().clone() for name, value in model.named_parameters()}
 
 
@@ -136,12 +137,12 @@ def test_pipeline_stages_made_by_name_agree_with_the_whole(
 ) -> None:
     with torch.device("meta"):
         model = _whole()
-    di.materialize(model, "cpu", seed=8, rng=rng)
+    di.materialize(model, DEVICE, seed=8, rng=rng)
     stages = ranks(2).run(_stage, rng)
     made = {**stages[0], **stages[1]}
     assert list(made) == [name for name, _ in model.named_parameters()]
     for name, value in model.named_parameters():
-        assert torch.equal(made[name], value)
+        assert torch.equal(made[name], value.cpu())
 
 
 def _by_name(_rank: int, built: str, rng: str) -> None:
@@ -157,14 +158,14 @@ def _by_name(_rank: int, built: str, rng: str) -> None:
             return make()
 
     expected = deferred()
-    di.materialize(expected, "cpu", seed=8, rng=rng)
+    di.materialize(expected, DEVICE, seed=8, rng=rng)
     model = deferred()
     for block in model.blocks:
         fully_shard(block)
     fully_shard(model)
-    state = torch.get_rng_state()
-    di.materialize(model, "cpu", seed=8, rng=rng)
-    assert torch.equal(torch.get_rng_state(), state)
+    state = generator_states()
+    di.materialize(model, DEVICE, seed=8, rng=rng)
+    assert torch.equal(generator_states(), state)
     compare(model, expected)
 
 
@@ -199,10 +200,10 @@ def _skipped(rank: int, rng: str) -> int:
     with torch.device("meta"):
         expected: Any = nn.Sequential(Counted(2), Counted(9))
         model: Any = nn.Sequential(Counted(2), Counted(9))
-    di.materialize(expected, "cpu", seed=1, rng=rng)
+    di.materialize(expected, DEVICE, seed=1, rng=rng)
     fully_shard(model)
     Counted.runs = 0
-    di.materialize(model, "cpu", seed=1, rng=rng)
+    di.materialize(model, DEVICE, seed=1, rng=rng)
     runs = Counted.runs
     compare(model, expected)
     return runs
@@ -226,7 +227,7 @@ def _experts(rank: int) -> None:
     for name in list(model):
         if name not in mine:
             del model[name]
-    di.materialize(model, "cpu", seed=2)
+    di.materialize(model, DEVICE, seed=2)
     for name in mine:
         assert torch.equal(model[name].weight, expected[name].weight)
         assert torch.equal(model[name].bias, expected[name].bias)
@@ -239,11 +240,11 @@ def test_a_subset_of_experts_of_a_recorded_model_equals_eager(ranks: Ranks) -> N
 def _outside(rank: int) -> None:
     warnings.simplefilter("ignore")
     expected = _eager(Untied, 6)
-    pair = DeviceMesh("cpu", [0, 1])
+    pair = DeviceMesh(DEVICE, [0, 1])
     model: Any = di.deferred_init(Untied)
     if rank < 2:
         fully_shard(model, mesh=pair)
-    di.materialize(model, "cpu", seed=6)
+    di.materialize(model, DEVICE, seed=6)
     if rank < 2:
         compare(model, expected)
     else:
@@ -262,10 +263,10 @@ def _rules(_rank: int, preset: str) -> None:
     recipe = replace(recipe, init_sizes=sizes)
     torch.manual_seed(0)
     expected: Any = di.deferred_init(Net)
-    di.materialize(expected, "cpu", recipe, seed=5)
+    di.materialize(expected, DEVICE, recipe, seed=5)
     model: Any = di.deferred_init(Net)
     shard(model, "fsdp")
-    di.materialize(model, "cpu", recipe, seed=5)
+    di.materialize(model, DEVICE, recipe, seed=5)
     compare(model, expected)
 
 
@@ -298,9 +299,9 @@ def _scaled(_rank: int) -> None:
     with torch.device("meta"):
         expected: Any = Scaled()
         model: Any = Scaled()
-    di.materialize(expected, "cpu", seed=5)
+    di.materialize(expected, DEVICE, seed=5)
     fully_shard(model)
-    di.materialize(model, "cpu", seed=5)
+    di.materialize(model, DEVICE, seed=5)
     compare(model, expected)
     compare(model, _eager(Scaled, 5))
 
@@ -316,7 +317,7 @@ def _transformer(_rank: int, built: str) -> None:
         return nn.Transformer(8, 2, 2, 1, 16, batch_first=True)
 
     expected = _eager(make, 3)
-    state = torch.get_rng_state()
+    state = generator_states()
     if built == "recorded":
         model: Any = di.deferred_init(make)
     else:
@@ -325,9 +326,9 @@ def _transformer(_rank: int, built: str) -> None:
     for layer in (*model.encoder.layers, *model.decoder.layers):
         fully_shard(layer)
     fully_shard(model)
-    di.materialize(model, "cpu", seed=3)
+    di.materialize(model, DEVICE, seed=3)
     compare(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
 
 
 @pytest.mark.parametrize("built", ["recorded", "meta"])
@@ -354,7 +355,7 @@ def _rollback(_rank: int) -> None:
     registry.add_refresher(type("Broken", (), {"refresh": refresh})())
     try:
         with pytest.raises(di.MaterializeError, match="OSError: stop"):
-            di.materialize(model, "cpu", seed=1, optimizers=[optimizer])
+            di.materialize(model, DEVICE, seed=1, optimizers=[optimizer])
     finally:
         registry._refreshers.pop()
     after = [dict(vars(p)) for p in fsdp_params(model.modules())]
@@ -362,7 +363,7 @@ def _rollback(_rank: int) -> None:
         assert all(new[key] is value for key, value in old.items())
     assert all(p.is_meta and p._local_tensor.is_meta for p in model.parameters())
     expected = _eager(Net, 1)
-    di.materialize(model, "cpu", seed=1, optimizers=[optimizer])
+    di.materialize(model, DEVICE, seed=1, optimizers=[optimizer])
     compare(model, expected)
 
 
