@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from backend import DEVICE, generator_states
 from models import LAYOUTS, Net, compare, shard
 from rank_pool import RankPool
 from torch import nn
@@ -47,7 +48,7 @@ class MetaNet(Net):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.device("cpu"):
+        with torch.device(DEVICE):
             self.positions = torch.arange(3.0) / 3
             for index, block in enumerate(self.blocks):
                 block.scale = torch.full((1,), 0.5 + index)
@@ -61,13 +62,13 @@ def _on_meta(make: Callable[[], Any]) -> Any:
 def _values(_rank: int, layout: str) -> None:
     warnings.simplefilter("ignore")
     expected = _on_meta(MetaNet)
-    di.materialize(expected, "cpu", seed=8, rng="fast")
+    di.materialize(expected, DEVICE, seed=8, rng="fast")
     model = _on_meta(MetaNet)
     shard(model, layout)
-    state = torch.get_rng_state()
-    report = di.materialize(model, "cpu", seed=8, rng="fast", verify="full")
+    state = generator_states()
+    report = di.materialize(model, DEVICE, seed=8, rng="fast", verify="full")
     assert report.ok
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(generator_states(), state)
     compare(model, expected)
 
 
@@ -91,7 +92,7 @@ def _count_full_size(rng: str) -> int:
 
     Loan._memory = counted  # type: ignore[method-assign]
     try:
-        di.materialize(model, "cpu", seed=1, rng=rng)
+        di.materialize(model, DEVICE, seed=1, rng=rng)
     finally:
         Loan._memory = memory  # type: ignore[method-assign]
     return len(made)
@@ -125,11 +126,11 @@ def _mixed() -> nn.Module:
 def _read_again(_rank: int, verify: str) -> None:
     warnings.simplefilter("ignore")
     expected, model = _on_meta(_mixed), _on_meta(_mixed)
-    di.materialize(expected, "cpu", seed=3, rng="fast")
+    di.materialize(expected, DEVICE, seed=3, rng="fast")
     for layer in model:
         fully_shard(layer)
     fully_shard(model)
-    assert di.materialize(model, "cpu", seed=3, rng="fast", verify=verify).ok
+    assert di.materialize(model, DEVICE, seed=3, rng="fast", verify=verify).ok
     compare(model, expected)
 
 
