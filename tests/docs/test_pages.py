@@ -83,6 +83,8 @@ def test_the_python_blocks_of_a_page_run_in_order(
         exec(compile(block.code, f"{page.name}[{block.number}]", "exec"), names)
 
 
+# Transformer Engine warns of its own doings, of models built on a GPU as well.
+@pytest.mark.filterwarnings("ignore::Warning:transformer_engine")
 @pytest.mark.parametrize(
     ("page", "block"),
     [(page, block) for page in PAGES for block in _blocks(page) if block.needs],
