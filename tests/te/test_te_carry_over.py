@@ -125,6 +125,22 @@ def test_the_placeholder_of_a_missing_bias_gets_memory_too(te: Any) -> None:
     assert (model.bias.device.type, model.bias.numel()) == ("cpu", 0)
 
 
+def test_the_workspace_of_products_is_asked_for_once_the_weight_has_memory(
+    te: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First asked for inside a captured graph, it would be freed with the graph."""
+    seen: list[str] = []
+    monkeypatch.setattr(
+        te.Linear,
+        "_prealloc_cublas_workspace",
+        lambda self: seen.append(self.weight.device.type),
+    )
+    model = te.Linear(8, 8, device="meta")
+    assert set(seen) <= {"meta"}
+    di.materialize(model, "cpu", seed=0)
+    assert seen[-1] == "cpu"
+
+
 def test_what_fsdp2_made_a_module_believe_is_forgotten(te: Any) -> None:
     model = te.Linear(8, 8, device="meta")
     model._is_fsdp2 = False  # read before `fully_shard` was called
