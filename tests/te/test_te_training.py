@@ -169,3 +169,17 @@ def test_an_op_of_somebody_else_is_drawn_once() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     assert model[1].weight is weight
     assert torch.equal(weight, twin[1].weight)
+
+
+def test_nothing_is_replaced_or_moved_after_materialization() -> None:
+    """A captured CUDA graph reads and writes the memory that was there."""
+    model = build("meta")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    di.materialize(model, "cpu", optimizers=[optimizer], seed=0)
+    before = [(id(param), param.data_ptr()) for param in model.parameters()]
+    train(model, optimizer)
+    assert di.materialize(model, "cpu", optimizers=[optimizer]).ok
+    assert di.audit(model, optimizers=[optimizer], verify="full").ok
+    train(model, optimizer)
+    after = [(id(param), param.data_ptr()) for param in model.parameters()]
+    assert after == before
