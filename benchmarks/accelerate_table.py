@@ -16,15 +16,17 @@ so. A case that fails, or that is not reached in time, is a row that says so.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-import os
-import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "benchmarks" / "accelerate_script.py"
@@ -56,7 +58,6 @@ class Launch:
             stdout=subprocess.PIPE,
             text=True,
             cwd=ROOT,
-            start_new_session=True,
         )
         self._thread = threading.Thread(target=self._read, daemon=True)
         self._thread.start()
@@ -95,15 +96,24 @@ class Launch:
         self._thread.join(timeout_s)
         end = f"not reached within {self._options.limit_s:g} s"
         if self._thread.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
-            self._thread.join()
+            end_all(self._process)
+            self._thread.join(5)
         else:
             end = f"its process ended before, with status {self._process.wait()}"
-        self._process.wait()
         for way, recipe in self._missing:
             tied = not self._options.untied
             row = {"sharding": self._sharding, "way": way, "recipe": recipe}
             self._add({**row, "tied": tied, "error": end})
+
+
+def end_all(process: subprocess.Popen[str]) -> None:
+    """End a process and all that it started, in sessions of their own as well."""
+    started = psutil.Process(process.pid).children(recursive=True)
+    process.kill()
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    process.wait()
 
 
 def constructs_ahead(options: argparse.Namespace) -> bool:
@@ -114,7 +124,7 @@ def constructs_ahead(options: argparse.Namespace) -> bool:
 def measure(options: argparse.Namespace) -> list[Row]:
     """Start a process per sharding; all rows."""
     rows: list[Row] = []
-    started = _now()
+    started = time.monotonic()
     memory = "/dev/shm" if Path("/dev/shm").is_dir() else None
     with tempfile.TemporaryDirectory(dir=memory) as name:
         folder = Path(name)
@@ -126,15 +136,11 @@ def measure(options: argparse.Namespace) -> list[Row]:
             ahead = subprocess.Popen(command, cwd=ROOT)
         launches = [Launch(name, options, folder, rows) for name in options.sharding]
         for launch in launches:
-            launch.wait(max(0.0, options.limit_s - (_now() - started)))
+            launch.wait(max(0.0, options.limit_s - (time.monotonic() - started)))
         if ahead is not None:
             ahead.kill()
             ahead.wait()
     return rows
-
-
-def _now() -> float:
-    return os.times().elapsed
 
 
 def table(rows: list[Row]) -> str:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -31,6 +34,47 @@ def test_all_ways_to_make_the_model_have_the_same_bits(
     assert len({tuple(row["bits"]) for row in rows}) == 1
     assert all(row["trained"] == row["tensors"] == 20 for row in rows)
     assert printed.splitlines()[-1] == "deferred and eager: the same bits"
+
+
+@pytest.mark.distributed
+def test_under_fsdp2_all_ways_have_the_same_bits_too(
+    tmp_path: Path, run_script: RunScript
+) -> None:
+    shim = Path(__file__).parent / "cpus_as_accelerators"
+    path = os.pathsep.join((str(shim), str(Path(__file__).parents[2])))
+    file = tmp_path / "rows.json"
+    run_script(
+        *("benchmarks/accelerate_table.py", "--sharding", "fsdp2", "--shape", "tiny"),
+        *("--recipe", "bf16", "--json", str(file)),
+        environment={"PYTHONPATH": path},
+    )
+    rows = json.loads(file.read_text())
+    assert [row["way"] for row in rows] == ["deferred", "eager", "accelerate"]
+    assert len({tuple(row["bits"]) for row in rows}) == 1
+    assert all(row["trained"] == row["tensors"] == 20 for row in rows)
+
+
+def test_at_the_limit_processes_in_sessions_of_their_own_end_too() -> None:
+    psutil = pytest.importorskip("psutil")
+    from benchmarks.accelerate_table import end_all
+
+    code = (
+        "import subprocess, sys, time\n"
+        "started = subprocess.Popen([sys.executable, '-c', 'import time; "
+        "time.sleep(60)'], start_new_session=True)\n"
+        "print(started.pid, flush=True)\n"
+        "time.sleep(60)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
+    assert parent.stdout is not None
+    with parent.stdout:
+        child = psutil.Process(int(parent.stdout.readline()))
+        end_all(parent)
+    assert parent.returncode == -9
+    child.wait(5)
+    assert not child.is_running()
 
 
 def test_what_was_not_reached_is_a_row_that_says_so(
