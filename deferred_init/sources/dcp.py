@@ -49,9 +49,12 @@ class DcpFolder:
     def __init__(self, path: Path) -> None:
         self.name = str(path)
         self._metadata = _read_metadata(path / METADATA_NAME)
-        self._files = _check_files(path, self._metadata)
-        self._reader = _reader(path, self._metadata)
-        self._tensors = _tensors(path, self._metadata)
+        try:
+            self._files = _check_files(path, self._metadata)
+            self._reader = _reader(path, self._metadata)
+            self._tensors = _tensors(path, self._metadata)
+        except (AttributeError, TypeError, ValueError) as error:
+            raise PlanError(_unusable(path / METADATA_NAME, error)) from error
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -102,12 +105,14 @@ def _read_metadata(path: Path) -> Any:
     except Exception as error:  # pickles fail in every way there is
         if isinstance(error, PlanError):
             raise
-        raise PlanError(
-            f"{path} is not usable metadata of a DCP folder: {str(error)[:300]}"
-        ) from error
+        raise PlanError(_unusable(path, error)) from error
     if not isinstance(found, Metadata):
         raise PlanError(f"{path} holds a {type(found).__name__}, expected DCP metadata")
     return found
+
+
+def _unusable(path: Path, error: Exception) -> str:
+    return f"{path} is not usable metadata of a DCP folder: {str(error)[:300]}"
 
 
 def _unpickle(file: IO[bytes]) -> Any:
