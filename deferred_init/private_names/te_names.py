@@ -86,6 +86,11 @@ TE_NAMES = (
             "releases that cache the answer; asked with a default",
         ),
         (
+            "TransformerEngineBaseModule.param_init_meta",
+            "know how each parameter is made, and what a subclass added",
+            "modules of Transformer Engine cannot be made",
+        ),
+        (
             "_high_precision_init_val",
             "keep values in high precision beside a quantized weight",
             "they are dropped",
@@ -100,9 +105,9 @@ TE_NAMES = (
         ),
     ),
     *entries(
-        "transformer_engine.pytorch.optimizers.fused_adam",
+        "transformer_engine.pytorch.optimizers.fused_sgd",
         (
-            "FusedAdam._dummy_overflow_buf",
+            "FusedSGD._dummy_overflow_buf",
             "make the flag that it put on meta",
             "it stays there, and the audit names it",
         ),
