@@ -122,13 +122,12 @@ def take_over(
 
 
 def _is_bare(tensor: Tensor) -> bool:
-    """Whether a tensor is C++ alone: without attributes, hooks, and other users.
+    """Whether a tensor has neither hooks, nor slots, nor other users.
 
-    Most are, and their contents can be exchanged in a fraction of the time.
+    Most have not, and their contents can be exchanged in a fraction of the time.
     """
     return (
         type(tensor) in _BARE_TYPES
-        and not tensor.__dict__
         and tensor._use_count() == 1  # type: ignore[attr-defined]
         and not any(getattr(tensor, name, None) for name in _HOOKS)
     )
@@ -137,16 +136,25 @@ def _is_bare(tensor: Tensor) -> bool:
 def _exchange_bare(
     old: Tensor, new: Tensor, log: Callable[[Callable[[], None]], None] | None
 ) -> Callable[[], None]:
-    undo = partial(_undo_bare, old, new, old._cdata)
+    saved, made = old.__dict__, new.__dict__
+    undo = partial(_undo_bare, old, new, old._cdata, saved.copy(), made.copy())
     if log is not None:
         log(undo)
     torch._C._swap_tensor_impl(old, new)
+    if saved or made:
+        old.__dict__, new.__dict__ = {**saved, **made}, saved
     return undo
 
 
-def _undo_bare(old: Tensor, new: Tensor, behind: int) -> None:
+def _undo_bare(
+    old: Tensor,
+    new: Tensor,
+    behind: int,
+    saved: dict[str, Any],
+    made: dict[str, Any],
+) -> None:
     """Take back an exchange, and attributes that were set since."""
-    old.__dict__, new.__dict__ = {}, {}
+    old.__dict__, new.__dict__ = saved, made
     if old._cdata != behind:
         torch._C._swap_tensor_impl(old, new)
     _reregister_hooks(old)

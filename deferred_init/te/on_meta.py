@@ -40,6 +40,7 @@ _ROOTS = (
     ("transformer_engine.pytorch.attention", "MultiheadAttention"),
     ("transformer_engine.pytorch", "TransformerLayer"),
 )
+_META = torch.device("meta")
 _ACCELERATORS = frozenset({"cuda", "xpu", "mps", "hpu", "npu"})
 
 
@@ -67,7 +68,12 @@ def on_meta(on_module: OnModule | None = None) -> Iterator[None]:
         >>> model.weight.is_meta
         True
     """
-    with te_on_meta(on_module), torch.device("meta"), _AcceleratorToMeta():
+    with (
+        _patched(on_module, nullcontext) as building,
+        torch.device("meta"),
+        _AcceleratorToMeta(),
+    ):
+        building.num_modes = torch._C._len_torch_function_stack()
         yield
 
 
@@ -82,6 +88,12 @@ def te_on_meta(
         around: Entered around each outermost construction; a recorder passes what
             switches its own modes off.
     """
+    with _patched(on_module, around):
+        yield
+
+
+@contextmanager
+def _patched(on_module: OnModule | None, around: Around) -> Iterator[_Building]:
     with ExitStack() as stack:
         building = _Building(on_module, around)
         for cls in _classes():
@@ -93,7 +105,7 @@ def te_on_meta(
         if building.found and not has_gpu:
             _swap(stack, torch.cuda, "is_available", lambda: True)
             _swap(stack, torch.cuda, "current_device", lambda: 0)
-        yield
+        yield building
 
 
 class _AcceleratorToMeta(TorchFunctionMode):
@@ -128,6 +140,8 @@ class _Building:
 
     def __init__(self, on_module: OnModule | None, around: Around) -> None:
         self.found = False
+        self.num_modes = -1
+        """Function modes in force inside `on_meta`: the same again do nothing more."""
         self.active: list[nn.Module] = []
         self._on_module = on_module
         self._around = around
@@ -139,7 +153,7 @@ class _Building:
         outermost = not self.active
         self.active.append(module)
         try:
-            if outermost:
+            if outermost and torch._C._len_torch_function_stack() != self.num_modes:
                 with self._around(), torch.device("meta"), _AcceleratorToMeta():
                     yield
             else:
@@ -183,29 +197,42 @@ def _patch(stack: ExitStack, cls: Any, building: _Building) -> None:
 
 
 def _deferring_init(init: Any, building: _Building) -> Any:
-    signature = inspect.signature(init)
-    takes_device = "device" in signature.parameters
-    is_rotary = "rotary_percent" in signature.parameters
+    parameters = _parameters(init)
+    takes_device, place = "device" in parameters, parameters.get("device")
+    is_rotary = "rotary_percent" in parameters
 
     @functools.wraps(init)
     def deferred(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        bound = signature.bind(self, *args, **kwargs)
-        asked = bound.arguments.get("device")
-        if asked is not None and torch.device(asked).type == "cpu":
-            init(self, *args, **kwargs)
-            return
         if takes_device:
+            at = len(args) if place is None else place - 1
+            asked = args[at] if at < len(args) else kwargs.get("device")
+            if asked is not None and torch.device(asked).type == "cpu":
+                init(self, *args, **kwargs)
+                return
             # Not the string: TE refuses to split parameters for that one.
-            bound.arguments["device"] = torch.device("meta")
+            if at < len(args):
+                args = (*args[:at], _META, *args[at + 1 :])
+            else:
+                kwargs["device"] = _META
         with building.construct(self):
-            init(*bound.args, **bound.kwargs)
+            init(self, *args, **kwargs)
         remember_init_records(self)
         if is_rotary:
+            bound = inspect.signature(init).bind(self, *args, **kwargs)
             bound.apply_defaults()
             values = bound.arguments
             remember_rotary_dim(self, values["dim"], values["rotary_percent"])
 
     return deferred
+
+
+@functools.lru_cache(maxsize=1024)
+def _parameters(init: Any) -> dict[str, int | None]:
+    """The places of a constructor's arguments; None for one by keyword alone."""
+    found: dict[str, int | None] = {}
+    for place, one in enumerate(inspect.signature(init).parameters.values()):
+        found[one.name] = None if one.kind is one.KEYWORD_ONLY else place
+    return found
 
 
 def _waiting(reset: Any, building: _Building) -> Any:
