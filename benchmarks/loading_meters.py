@@ -49,9 +49,9 @@ def measure(
         if number == 0:
             result["host_bytes"] = sum(grown.values())
             result["host"] = grown | _pinned_by_torch()
-            _check(loaded, folder)
             if device.type == "cuda":
                 result["gpu_bytes_over_model"] = _gpu_peak(device) - before - total
+            _check(loaded, folder)  # last: it takes memory of its own
         if device.type == "cpu":
             start = time.perf_counter() - seconds[-1]
             _touch(loaded)

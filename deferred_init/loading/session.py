@@ -15,6 +15,7 @@ from deferred_init.loading.matching import Load
 from deferred_init.loading.read_plan import Chunk, Landing, join, landings
 from deferred_init.loading.sharing import Sharing, sharing_for
 from deferred_init.loading.twins import check_twins
+from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import Inventory
 from deferred_init.sources.protocol import ByteFile, TensorInfo, TensorSource
 from deferred_init.sources.shared import SharedReads
@@ -91,7 +92,8 @@ class LoadingSession:
 
     def _run(self, engine: Engine) -> None:
         while len(self._begun) < len(self._steps) and self._has_room():
-            batch, made = self._begin(self._steps[len(self._begun)])
+            with no_function_modes():  # nothing here needs a default device
+                batch, made = self._begin(self._steps[len(self._begun)])
             engine.submit(batch)
             self._begun.append((batch, made))
         batch, made = self._begun[self._finished]
