@@ -110,11 +110,17 @@ class Executor:
         """Call a node's operation, or another in its place, on the real tensors."""
         call = call or node.call
         try:
-            args = [self._real(arg, env) for arg in node.args]
-            kwargs = node.kwargs
-            if not kwargs:
+            # Loops, since a comprehension that fails keeps what it closes over, all
+            # tensors at hand, for as long as somebody keeps the error.
+            args = []
+            for arg in node.args:
+                args.append(self._real(arg, env))
+            if not node.kwargs:
                 return call(*args)
-            return call(*args, **{k: self._real(v, env) for k, v in kwargs.items()})
+            kwargs = {}
+            for name, arg in node.kwargs.items():
+                kwargs[name] = self._real(arg, env)
+            return call(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
         except (RuntimeError, NotImplementedError, TypeError, ValueError) as error:
@@ -130,7 +136,10 @@ class Executor:
             found = env[arg]
             return found if isinstance(found, Tensor) else self.fetch(arg, env)
         if kind is tuple or kind is list:
-            return kind(self._real(item, env) for item in arg)
+            items = []
+            for item in arg:
+                items.append(self._real(item, env))
+            return kind(items)
         if kind is Place:
             return arg.device or self.device
         if kind is External:

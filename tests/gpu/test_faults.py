@@ -19,6 +19,7 @@ from tests.reliability.faults import (
     Job,
     check_every_boundary,
     held_by,
+    quick_collections,
 )
 from tests.reliability.portrait import Portrait, generators, seed
 
@@ -91,7 +92,14 @@ def bits(tensor: Tensor) -> dict[str, bytes]:
     }
 
 
+@pytest.fixture(autouse=True)
+def _quick_collections() -> Iterator[None]:
+    with quick_collections():
+        yield
+
+
 def memory() -> int:
+    gc.collect()  # what earlier models left in cycles
     torch.cuda.synchronize()
     return torch.cuda.memory_allocated()
 
@@ -216,10 +224,7 @@ def readers() -> list[str]:
 
 @contextmanager
 def at_most(num_bytes: int) -> Iterator[None]:
-    """Let the allocator have only so much more than it has now."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
+    """Let the allocator reserve only so much more than it has now."""
     total = torch.cuda.get_device_properties(0).total_memory
     allowed = torch.cuda.memory_reserved() + num_bytes
     torch.cuda.set_per_process_memory_fraction(allowed / total)
@@ -229,13 +234,25 @@ def at_most(num_bytes: int) -> Iterator[None]:
         torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def large() -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(48)))
+MB = 1 << 20
+
+
+def too_large() -> Callable[[], nn.Module]:
+    """Return the builder of 4 MB tensors that need 100 MB more than 100 MB."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    # Segments that are in use in part have room that no limit takes away.
+    room = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+    number = (room + 200 * MB) // (4 * MB) + 1
+    return lambda: nn.Sequential(
+        *(nn.Linear(1024, 1024, bias=False) for _ in range(number))
+    )
 
 
 @pytest.mark.parametrize("kind", ["meta", "recorded", "loading"])
 def test_a_real_lack_of_memory_is_undone(kind: str) -> None:
-    """48 tensors of 4 MB into 100 MB."""
+    large = too_large()
     options: dict[str, Any] = {"seed": 1}
     if kind == "loading":
         options["weights"] = dict(large().state_dict())
@@ -247,7 +264,7 @@ def test_a_real_lack_of_memory_is_undone(kind: str) -> None:
             model = large()
     before, rng, num_bytes = look([model]), states(), memory()
     objects = [id(parameter) for parameter in model.parameters()]
-    with at_most(100 << 20), pytest.raises(di.MaterializeError) as caught:
+    with at_most(100 * MB), pytest.raises(di.MaterializeError) as caught:
         di.materialize(model, "cuda", **options)
     error: BaseException | None = caught.value
     causes = []

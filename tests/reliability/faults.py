@@ -8,6 +8,7 @@ every one of them, and compares everything that must be as before.
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -173,6 +174,17 @@ def held_by(optimizers: Iterable[Optimizer]) -> list[Any]:
     ]
 
 
+@contextmanager
+def quick_collections() -> Iterator[None]:
+    """Keep what exists out of garbage collections, so that many take no time."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 def raising(error: BaseException) -> Callable[[], None]:
     def act() -> None:
         raise error
@@ -219,7 +231,8 @@ def check_one(
         job.run()
     place = f"{error.__name__} at {at}, {boundaries.crossed[at - 1]}"
     assert "must not be used" not in str(caught.value), place
-    assert abs(job.memory() - num_bytes) < MAX_GROWTH_BYTES, place
+    grown_bytes = job.memory() - num_bytes
+    assert abs(grown_bytes) < MAX_GROWTH_BYTES, f"{place}: {grown_bytes:,} bytes"
     assert_equal(job.facts(), before)
     assert job.objects() == objects, place
     del caught
