@@ -26,7 +26,7 @@ from deferred_init.integrations.conversion_report import (
     unrecorded_text,
 )
 from deferred_init.integrations.rms_norm import rms_norm_obstacle, rms_norm_of
-from deferred_init.record import value_in_place
+from deferred_init.record import move_places, value_in_place
 from deferred_init.te.on_meta import te_on_meta
 
 __all__ = ["Conversion", "ConversionReport", "Converted", "convert_to_te"]
@@ -207,6 +207,7 @@ def _build(te: Any, module: nn.Module, kind: str) -> nn.Module:
     for name, param in module._parameters.items():
         if param is not None:
             new._parameters[name] = param
+    move_places(module, new)
     _carry_over(module, new)
     device = torch.device("cpu") if is_deferred(weight) else weight.device
     _give_memory_to_placeholders(new, device)

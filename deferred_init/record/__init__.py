@@ -80,7 +80,11 @@ from deferred_init.record.materialize import (
     realize,
 )
 from deferred_init.record.nodes import Mark, Node, Storage, Value
-from deferred_init.record.places import attributes_in_place, value_in_place
+from deferred_init.record.places import (
+    attributes_in_place,
+    move_places,
+    value_in_place,
+)
 from deferred_init.record.problems import RecordError, ReplayError
 from deferred_init.record.replay import BeforeRandom, Replay
 from deferred_init.record.tensor import (
@@ -115,6 +119,7 @@ __all__ = [
     "last_use",
     "materialize_module",
     "materialize_tensor",
+    "move_places",
     "place_of",
     "realize",
     "recompute",

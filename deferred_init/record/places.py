@@ -18,7 +18,12 @@ from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Value
 from deferred_init.record.tensor import DeferredTensor, value_of, without_internals
 
-__all__ = ["attributes_in_place", "remember_places", "value_in_place"]
+__all__ = [
+    "attributes_in_place",
+    "move_places",
+    "remember_places",
+    "value_in_place",
+]
 
 
 def remember_places(recording: Recording, result: Any) -> None:
@@ -38,6 +43,24 @@ def remember_places(recording: Recording, result: Any) -> None:
             pending.extend(item)
         elif isinstance(item, dict):
             pending.extend(item.values())
+
+
+def move_places(old: nn.Module, new: nn.Module) -> None:
+    """Note that a module holds what another one held, under the same names.
+
+    Whoever gives the Parameters of a recorded module to another one has to say so: when
+    the new one is sharded, its values are looked for by module and name.
+
+    Args:
+        old: The module that the constructor made.
+        new: It holds the same deferred Parameters.
+    """
+    for tensor in (*new._parameters.values(), *new._buffers.values()):
+        if isinstance(tensor, DeferredTensor):
+            recording = value_of(tensor).recording
+            if old in recording.places:
+                recording.places[new] = recording.places[old]
+                recording.attributes[new] = recording.attributes[old]
 
 
 def value_in_place(owner: nn.Module, name: str, tensor: Tensor) -> Value | None:

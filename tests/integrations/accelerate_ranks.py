@@ -91,7 +91,10 @@ def fsdp(case: str) -> FullyShardedDataParallelPlugin:
 def accelerator_for(case: str) -> Accelerator:
     AcceleratorState._reset_state(reset_partial_state=True)
     options = {"dynamo_backend": "eager"} if "compiled" in case else {}
-    plugin = DeferredInitPlugin(seed=None if "fsdp1" in case else 0)
+    plugin = DeferredInitPlugin(
+        seed=None if "fsdp1" in case else 0,
+        recipe="fp8_current" if "_te" in case else None,
+    )
     accelerator = Accelerator(cpu=True, deferred_init=plugin, **options)
     # Accelerate turns these on for accelerators only; its code runs on CPUs too.
     if case.startswith("tp"):
@@ -144,6 +147,8 @@ def train(case: str, folder: str) -> dict[str, Any]:
         model, optimizer, data, scheduler = map(accelerator.prepare, parts)
     else:
         model, optimizer, data, scheduler = accelerator.prepare(*parts)
+    if "_te" in case:  # which computes on GPUs only
+        return converted(accelerator, model, optimizer)
     start = values(accelerator, model)
     groups = [len(group["params"]) for group in optimizer.param_groups]
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
@@ -173,6 +178,31 @@ def train(case: str, folder: str) -> dict[str, Any]:
     if not case.startswith("tp"):  # accelerate cannot save what only tp shards
         result["again"] = saved_and_loaded(accelerator, model, folder)
     return result
+
+
+def converted(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
+    """Say what `prepare` made of a model that was converted first."""
+    bare = getattr(model, "module", model)
+    held = {id(p) for g in optimizer.param_groups for p in g["params"]}
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return {
+        "start": digest(dict(bare.named_parameters(remove_duplicate=False))),
+        "tied": model_head(model) is model_embedding(model),
+        "classes": sorted({type(p).__name__ for p in model.parameters()}),
+        "layers": sum(
+            type(m).__module__.startswith("transformer_engine") or _is_te_shard(m)
+            for m in model.modules()
+        ),
+        "held": held == {id(p) for p in trained},
+        "reports_ok": [report.ok for report in accelerator.deferred_init_reports],
+    }
+
+
+def _is_te_shard(module: nn.Module) -> bool:
+    """Whether FSDP2 has put a class of its own in front of Transformer Engine's."""
+    return type(module).__name__.startswith("FSDP") and any(
+        cls.__module__.startswith("transformer_engine") for cls in type(module).__mro__
+    )
 
 
 def saved_and_loaded(accelerator: Accelerator, model: Any, folder: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from collections.abc import Callable
 from typing import Any
@@ -76,3 +77,25 @@ def test_however_a_model_is_sharded_training_is_the_same(results: Results) -> No
 def test_what_is_compiled_was_sharded_and_made_before(results: Results) -> None:
     compiled = {case for case, result in results.items() if result["compiled"]}
     assert compiled == {"fsdp2_ram_untied_compiled"}
+
+
+@pytest.mark.te
+def test_a_converted_model_starts_from_the_eager_values_on_two_ranks(
+    run_script: RunScript,
+) -> None:
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError) as error:
+        pytest.skip(f"Transformer Engine cannot be imported: {error}")
+    cases = ("ddp_te", "fsdp2_te", "fsdp2_te_untied")
+    script = "tests/integrations/accelerate_ranks.py"
+    printed = run_script(script, *cases, ranks=2).splitlines()
+    rows = [json.loads(line) for line in printed if line.startswith("{")]
+    assert [row["case"] for row in rows] == list(cases)
+    for row in rows:
+        assert row["start"] == row["eager"]
+        assert row["layers"] == 20  # 14 and the head, 5 norms
+        assert row["tied"] == ("untied" not in row["case"])
+        assert row["held"]
+        assert row["reports_ok"] == [True]
+    assert rows[1]["classes"] == rows[2]["classes"] == ["DTensor"]
