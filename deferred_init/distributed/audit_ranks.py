@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.scene import Scene, register_detector
-from deferred_init.distributed.checksum import Checksum, checksum
+from deferred_init.distributed.checksum import Checksum, checksum, dense_part
 from deferred_init.distributed.fsdp2 import fsdp_groups, split_ties
 from deferred_init.distributed.rendezvous import Meeting, RanksMissing, spell_ranks
 from deferred_init.handlers.dtensor import region_on_this_rank
@@ -124,10 +124,9 @@ def _parts(scene: Scene) -> dict[str, Part]:
                 continue
             where = str(region.dims)
             tensor = tensor._local_tensor
-        if type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
-            continue
         with torch.no_grad():
-            parts[place.fqn] = (where, checksum(tensor))
+            if (data := dense_part(tensor)) is not None:
+                parts[place.fqn] = (where, checksum(data))
     return parts
 
 

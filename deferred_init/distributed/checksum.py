@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["Checksum", "checksum"]
+__all__ = ["Checksum", "checksum", "dense_part"]
 
 _CHUNK = 2**20
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -28,6 +28,25 @@ class Checksum:
     weighted: int
     num_elements: int
     constant: bool
+
+
+def dense_part(tensor: Tensor) -> Tensor | None:
+    """Return what holds a tensor's elements: itself, or data that its class keeps.
+
+    A quantized tensor keeps them as bytes under one of its attributes; the first dense
+    one with as many elements is taken. None if there is no such attribute.
+    """
+    plain = Tensor.__torch_dispatch__
+    if type(tensor).__torch_dispatch__ is plain:
+        return tensor
+    for value in vars(tensor).values():
+        if (
+            isinstance(value, Tensor)
+            and type(value).__torch_dispatch__ is plain
+            and value.numel() == tensor.numel()
+        ):
+            return value
+    return None
 
 
 def checksum(tensor: Tensor) -> Checksum:

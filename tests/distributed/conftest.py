@@ -18,9 +18,10 @@ from rank_pool import RankPool
 def _pools() -> Iterator[dict[int, RankPool]]:
     pools: dict[int, RankPool] = {}
     yield pools
+    processes = [process for pool in pools.values() for process in pool.processes]
     for pool in pools.values():
         pool.close()
-        assert not pool.processes
+    assert not any(process.is_alive() for process in processes)
 
 
 @pytest.fixture

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import time
+import types
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -64,6 +66,10 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         arguments["rng"] = "by_name" if odd else "eager"
     elif case == "torch":
         torch.__version__ = "0.0.1" if odd else "0.0.2"  # type: ignore[assignment]
+    elif case == "Transformer Engine":
+        stand_in = types.ModuleType("transformer_engine")
+        stand_in.__version__ = "2.20.2" if odd else "2.19.0"  # type: ignore[attr-defined]
+        sys.modules["transformer_engine"] = stand_in
     elif case == "order" and odd:
         di.register_initializer(nn.LayerNorm, lambda module: module.reset_parameters())
     elif case == "no plan":
@@ -82,6 +88,7 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         ("dtype", "dtype: None on ranks 0-1, torch.bfloat16 on rank 2"),
         ("rng", "rng: eager on ranks 0-1, by_name on rank 2"),
         ("torch", "torch: 0.0.2 on ranks 0-1, 0.0.1 on rank 2"),
+        ("Transformer Engine", "Engine: 2.19.0 on ranks 0-1, 2.20.2 on rank 2"),
         ("order", "`step 2`: 1 by LayerNorm.reset_parameters on ranks 0-1, 1 by "),
         ("structure", "`embed.weight`: parameter [11, 5] torch.float32"),
         ("real", "deferred on ranks 0-1, parameter"),
@@ -90,7 +97,8 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
 def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
     ranks: Ranks, case: str, said: str
 ) -> None:
-    pool = RankPool(3) if case in ("torch", "order") else ranks(3)
+    changes_process = case in ("torch", "Transformer Engine", "order")
+    pool = RankPool(3) if changes_process else ranks(3)
     answers = pool.run(_refused, case, 3)
     for text, seconds in answers:
         assert text.startswith("the ranks disagree; nothing was changed:")

@@ -65,3 +65,18 @@ def _fresh_fp8_state() -> Any:
         from deferred_init.te.probe import fp8_state_manager
 
         fp8_state_manager().reset()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """List what eager models did that the tests compared with."""
+    seen = [
+        f"{report.head_line}: {value}"
+        for report in terminalreporter.getreports("")
+        if getattr(report, "when", "") == "teardown"
+        for name, value in report.user_properties
+        if name == "eager"
+    ]
+    if seen:
+        terminalreporter.section("eager models")
+        for line in seen:
+            terminalreporter.write_line(line)

@@ -248,6 +248,7 @@ def _adopted(rank: int) -> None:
     """Keep parts through a workspace, then train FSDP2's records on them."""
     from deferred_init.distributed.fsdp2 import fsdp_params
     from deferred_init.handlers.protocol import Request
+    from deferred_init.handlers.registry import load_handlers
     from deferred_init.inventory import take_inventory
     from deferred_init.te.sharded import adopt_part
     from deferred_init.workspace import ExecutionWorkspace
@@ -257,6 +258,7 @@ def _adopted(rank: int) -> None:
     whole._high_precision_init_val = high
     model: Any = _holder(torch.empty(6, 6, dtype=torch.bfloat16, device="meta"))
     _shard(model)
+    load_handlers()
     home = model.weight
     inventory = take_inventory([model])
     workspace = ExecutionWorkspace(inventory, Request(device=torch.device("cpu")))
@@ -281,6 +283,30 @@ def test_a_parameter_that_gets_a_quantized_part_stays_the_same_object(
     ranks: Ranks,
 ) -> None:
     ranks(2).run(_adopted)
+
+
+def _alike(rank: int, case: str) -> list[tuple[str, str]]:
+    model: Any = _holder(_quantized(6, columnwise=False))
+    _shard(model)
+    assert not di.audit(model, verify="full").findings
+    with torch.no_grad():
+        if case == "alike":
+            model.weight._local_tensor._data.copy_(torch.arange(18).view(3, 6))
+        else:
+            model.register_buffer("whole", _quantized(6, columnwise=False))
+            model.whole._data[0, 0] += rank
+    findings = di.audit(model, verify="full").findings
+    return [(finding.code, finding.fqn) for finding in findings]
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("alike", ("shards-alike", "weight")), ("differ", ("replicas-differ", "whole"))],
+)
+def test_quantized_shards_that_are_alike_and_replicas_that_differ_are_found(
+    ranks: Ranks, case: str, expected: tuple[str, str]
+) -> None:
+    assert ranks(2).run(_alike, case) == [[expected]] * 2
 
 
 def _refused(_rank: int, case: str) -> str:
@@ -312,8 +338,11 @@ def _refused(_rank: int, case: str) -> str:
     else:
         _shard(model)
     held = dict(model.named_parameters())
+    options: dict[str, Any] = {}
+    if case == "loaded":
+        options["weights"] = {"weight": torch.ones(rows, 8), "bias": torch.ones(rows)}
     with pytest.raises(di.PlanError) as caught:
-        di.plan(model, "cuda", gpu="h200")
+        di.plan(model, "cuda", gpu="h200", **options)
     assert all(p is held[name] and p.is_meta for name, p in model.named_parameters())
     return str(caught.value)
 
@@ -322,6 +351,7 @@ def _refused(_rank: int, case: str) -> str:
     ("case", "said"),
     [
         ("uneven", "quantized, but its 15 rows do not divide by 2 ranks"),
+        ("loaded", "sharded already, so that no values can be loaded into them"),
         ("offload", "FSDP2 keeps it on the CPU, where it cannot be quantized"),
         ("dim 1", "[Shard(dim=1)], expected one shard along dim 0: shard it with"),
         ("not FSDP2", "FSDP2 did not shard it: materialize the model first, then"),
