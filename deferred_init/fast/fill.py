@@ -79,7 +79,7 @@ def _fill_on(device: torch.device) -> Fill:
 
 
 @lru_cache(maxsize=64)
-def _on_cuda(index: int) -> Fill:
+def _on_cuda(index: int) -> Fill:  # pragma: no cover - needs CUDA
     """Choose once for a device; what Triton lacks is found out by a small fill."""
     try:
         from deferred_init.fast.triton_fill import fill_with_triton

@@ -160,7 +160,7 @@ class Engine:
             self.timeline.read_ended(chunk.num_bytes)
             self._done(batch, None)
 
-    def _read_to_ring(self) -> None:
+    def _read_to_ring(self) -> None:  # pragma: no cover - needs CUDA
         """Read chunks into buffers, and hand them to the thread that copies."""
         assert self._ring is not None
         torch.cuda.set_device(self._device)  # of this thread; buffers are made in it
@@ -182,7 +182,7 @@ class Engine:
             yield work
         waiting.put(None)  # for the next thread
 
-    def _issue_copies(self) -> None:
+    def _issue_copies(self) -> None:  # pragma: no cover - needs CUDA
         """Bring to its place what was read; gives every buffer back, whatever fails."""
         assert self._ring is not None
         lander: CudaLander | None = None

@@ -41,7 +41,7 @@ class CpuLander:
         return self._buffer[:num_bytes]
 
 
-class CudaLander:
+class CudaLander:  # pragma: no cover - needs CUDA
     """Issues copies and casts on a stream of its own, which it makes current.
 
     To be made in the thread that uses it: device and stream are the thread's.

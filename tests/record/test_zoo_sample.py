@@ -17,7 +17,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
+import transformers
 import zoo
+from packaging.version import Version
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
@@ -31,6 +33,8 @@ CAUSAL_LM = (
     "arcee camembert emu3 git granite_swa lfm2 minimax_m3_vl_text openai-gpt "
     "qwen3_5_moe_text stablelm"
 )
+# The release that the sample was chosen with; older ones build fewer.
+CHOSEN_WITH = Version("5.24")
 SAMPLE = [f"AutoModel/{name}" for name in MODEL.split()]
 SAMPLE += [f"AutoModelForCausalLM/{name}" for name in CAUSAL_LM.split()]
 
@@ -58,5 +62,8 @@ def test_recorded_and_replayed_equals_eager(
             result = zoo.by_recording(cases[name], limit_s=60)
     finally:
         torch.set_num_threads(threads)
+    is_older = Version(transformers.__version__) < CHOSEN_WITH
+    if is_older and result.status == "unbuildable":
+        pytest.skip(f"this release cannot build it at all: {result.cause}")
     assert result.status == "equal", result.cause
     assert result.num_tensors > 0

@@ -171,9 +171,9 @@ def test_a_hostile_configuration_is_refused_by_name(
     assert expected in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["pipeline", "GPT2Config", "__name__", 3])
+@pytest.mark.parametrize("name", ["pipeline", "GPT2Config", "__name__"])
 def test_a_configuration_chooses_a_model_and_calls_nothing_else(
-    name: object, tmp_path: Path
+    name: str, tmp_path: Path
 ) -> None:
     """A name of anything else in transformers used to be called."""
     transformers = pytest.importorskip("transformers", reason="makes a model")
