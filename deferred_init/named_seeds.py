@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import Tensor
-
 from deferred_init import record
-from deferred_init.fast.fill import fill, fillable
+from deferred_init.fast.fill import fillable, writer
 from deferred_init.fast.philox import stream_key
 from deferred_init.fast.policy import distribution_of
 from deferred_init.rng import seed_for_name
@@ -51,7 +49,7 @@ def draws_by_name(
 
 def _filling(
     node: record.Node, seed: int, name: str, ordinal: int
-) -> Callable[..., Any] | None:
+) -> record.Filling | None:
     """Return what fills the tensor of a node, if it fills all of one."""
     value, stream = node.overwrites, node.stream
     if value is None or (stream is not None and stream.generator is not None):
@@ -60,12 +58,7 @@ def _filling(
     wanted = distribution_of(node.call, tuple(node.args[1:]), kwargs)
     if wanted is None or not fillable(value.meta, wanted):
         return None
-
-    def filling(tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
-        fill(tensor, wanted, stream_key(seed, name, ordinal))
-        return tensor
-
-    return filling
+    return record.Filling(writer(wanted, stream_key(seed, name, ordinal)))
 
 
 def _names_of(recording: record.Recording, names: Mapping[record.Value, str]) -> Name:

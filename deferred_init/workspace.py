@@ -201,6 +201,12 @@ class ExecutionWorkspace:
             self._install(home, self._empty_like(home))
         allocator.keep(home, full)
 
+    def fulfil(self, slot: Slot, write: Fill) -> bool:
+        """Fill the part of a tensor that stays here; see the protocol."""
+        home = self.current(slot.tensor)
+        with no_function_modes():
+            return staged_allocator(home) is not None and self._fulfil(home, write)
+
     def _fulfil(self, home: Tensor, write: Fill) -> bool:
         """Fill the part that stays in this process; False if that has no window.
 

@@ -21,11 +21,22 @@ from deferred_init.fast.philox import Key
 from deferred_init.fast.torch_fill import fill_with_torch
 from deferred_init.fast.window import Window
 
-__all__ = ["fill", "fillable"]
+__all__ = ["fill", "fillable", "writer"]
 
 _DTYPES = frozenset({torch.bfloat16, torch.float16, torch.float32})
 
 Fill = Callable[[Tensor, Window, Distribution, Key], None]
+
+
+def writer(
+    distribution: Distribution, key: Key
+) -> Callable[[Tensor, Window | None], None]:
+    """Return a function that fills a tensor, or a window of one."""
+
+    def write(out: Tensor, window: Window | None) -> None:
+        fill(out, distribution, key, window)
+
+    return write
 
 
 def fillable(tensor: Tensor, distribution: Distribution) -> bool:

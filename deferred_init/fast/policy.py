@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -25,9 +24,8 @@ from deferred_init.fast.distributions import (
     TruncatedNormal,
     Uniform,
 )
-from deferred_init.fast.fill import fill, fillable
-from deferred_init.fast.philox import Key, stream_key
-from deferred_init.fast.window import Window
+from deferred_init.fast.fill import fill, fillable, writer
+from deferred_init.fast.philox import stream_key
 from deferred_init.handlers.protocol import Step
 from deferred_init.rng import ByName, NamedDraws
 from deferred_init.staged_loan import Lender, Loan, lenders
@@ -101,7 +99,7 @@ class _Fills(NamedDraws):
         if wanted is not None and target is not None and fillable(target, wanted):
             key = stream_key(self.seed, name, ordinal)
             if loan is not None:
-                loan.promised = partial(_fill_part, wanted, key)
+                loan.promised = writer(wanted, key)
             else:
                 fill(target, wanted, key)
             self.truncated = None
@@ -119,12 +117,6 @@ def _cold_loan(tensor: object) -> tuple[Lender, Loan] | tuple[None, None]:
             if loan is not None:
                 return lender, loan
     return None, None
-
-
-def _fill_part(
-    distribution: Distribution, key: Key, out: Tensor, window: Window
-) -> None:
-    fill(out, distribution, key, window)
 
 
 @contextmanager

@@ -74,6 +74,18 @@ class Workspace(Protocol):
         """Give the tensor object of a slot the contents of a newly made one."""
         ...
 
+    def fulfil(self, slot: Slot, write: Callable[[Tensor, Window], None]) -> bool:
+        """Let the part of a tensor that stays in this process be written in place.
+
+        Args:
+            slot: Holds the tensor.
+            write: Writes contiguous memory with the values of a window.
+
+        Returns:
+            False if the whole is needed: then nothing was done.
+        """
+        ...
+
     def rebind(self, slots: Sequence[Slot], tensor: Tensor) -> None:
         """Let whoever holds the tensors of the slots hold another one instead.
 

@@ -8,7 +8,8 @@ taken over the moment it is ready, so that scratch is freed before the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,6 +116,7 @@ class _Replays:
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._computed: list[tuple[Slot, Value, Tensor]] = []
         self._leaves: dict[Value, Tensor] = {}
+        self._takers: Any = {"on_ready": self._take, "on_filled": self._fulfil}
         self._device = self._request.device
         if self._request.values_from is not None:
             self._device = torch.device(self._request.values_from)
@@ -133,7 +135,7 @@ class _Replays:
         assert step.order is not None, "claims of recorded tensors have an order"
         serial, index = step.order
         self._reach(serial)
-        self._replays[serial].run(upto=index + 1, on_ready=self._take)
+        self._replays[serial].run(upto=index + 1, **self._takers)
 
     def advance(self, order: Order | None) -> None:
         """Replay up to a place in the order, or to the end and settle."""
@@ -142,7 +144,7 @@ class _Replays:
             return
         self._reach(order[0])
         if order[0] in self._replays:
-            self._replays[order[0]].run(upto=order[1], on_ready=self._take)
+            self._replays[order[0]].run(upto=order[1], **self._takers)
 
     def _reach(self, serial: int) -> None:
         """Run all earlier recordings to their ends, then open this one.
@@ -152,12 +154,12 @@ class _Replays:
         """
         while self._waiting and self._waiting[-1][0] <= serial:
             for replay in self._replays.values():
-                replay.run(on_ready=self._take)
+                replay.run(**self._takers)
             number, recording = self._waiting.pop()
             self._replays[number] = self._open(recording, self._members[recording])
         for number, replay in self._replays.items():
             if number < serial:
-                replay.run(on_ready=self._take)
+                replay.run(**self._takers)
 
     def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
         if self._request.seed is not None and self._request.rng == "eager":
@@ -189,7 +191,7 @@ class _Replays:
         if self._waiting:
             self._reach(self._waiting[0][0])
         for replay in self._replays.values():
-            replay.run(on_ready=self._take)
+            replay.run(**self._takers)
             replay.finish(keep_generators=True if seeded else None)
         self._replays.clear()
         for slot, value, tensor in self._computed:
@@ -220,6 +222,17 @@ class _Replays:
             self._workspace.adopt(slot, dressed(slot.tensor, real))
             if slot.tensor.requires_grad:
                 self._leaves[value] = slot.tensor
+
+    def _fulfil(self, value: Value, write: Callable[[Tensor, Any], None]) -> bool:
+        """Let the parts that stay here be written, where all holders were sharded."""
+        slots = self._slots[value]
+        like = (value.shape, value.dtype)
+        return (
+            self._device == self._request.device
+            and not any(isinstance(slot.tensor, DeferredTensor) for slot in slots)
+            and all((s.tensor.shape, s.tensor.dtype) == like for s in slots)
+            and all(self._workspace.fulfil(slot, write) for slot in slots)
+        )
 
     def _on_target(self, tensor: Tensor) -> Tensor:
         """Move a tensor to the target device, with everything that shares its memory.

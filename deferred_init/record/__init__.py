@@ -66,6 +66,7 @@ from deferred_init.record.construct import deferred_init, is_deferred, recording
 from deferred_init.record.convert import deepcopy as _deepcopy
 from deferred_init.record.defer import defer
 from deferred_init.record.early import early_value
+from deferred_init.record.execution import Filling
 from deferred_init.record.external import place_of
 from deferred_init.record.grads import recompute
 from deferred_init.record.graph import Recording
@@ -97,6 +98,7 @@ from deferred_init.record.tensor import (
 __all__ = [
     "BeforeRandom",
     "DeferredTensor",
+    "Filling",
     "Mark",
     "Node",
     "RecordError",

@@ -5,7 +5,9 @@ A constructor takes the memory of a whole model before it fills any of it for go
 initialization of a Hugging Face model comes last. Replayed as it was recorded, that
 would hold everything at once where a caller keeps only a part or a cast of each
 tensor. So a node that only makes memory (`torch.empty`, `zeros`, ...) is put off: the
-environment holds the node in the place of its tensor until something uses it.
+environment holds the node in the place of its tensor until something uses it. The same
+goes for a `Filling` of such a tensor, so that a caller who keeps a part may write that
+part alone.
 """
 
 from __future__ import annotations
@@ -27,12 +29,40 @@ from deferred_init.record.nodes import (
 )
 from deferred_init.record.problems import ReplayError
 
-__all__ = ["Environment", "Executor"]
+__all__ = ["Environment", "Executor", "Filling", "Promise"]
 
-Environment = dict[Value, "Tensor | Node"]
+Environment = dict[Value, "Tensor | Node | Promise"]
 _MAKES_MEMORY = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_strided}
 )
+
+
+class Filling:
+    """Stands in for a node that overwrites a whole tensor without reading it.
+
+    Args:
+        write: Called with a tensor and which part of the whole it is, or None.
+    """
+
+    __slots__ = ("write",)
+
+    def __init__(self, write: Callable[[Tensor, Any], None]) -> None:
+        self.write = write
+
+    def __call__(self, tensor: Tensor, *_args: Any, **_kwargs: Any) -> Tensor:
+        """Write all of a tensor."""
+        self.write(tensor, None)
+        return tensor
+
+
+class Promise:
+    """A tensor that has no memory yet: the node that makes it, and what fills it."""
+
+    __slots__ = ("filling", "memory")
+
+    def __init__(self, memory: Node, filling: Filling) -> None:
+        self.memory = memory
+        self.filling = filling
 
 
 class Executor:
@@ -70,7 +100,9 @@ class Executor:
             call: What to call in place of the node's own function.
         """
         outs = node.outs
-        if len(outs) == 1 and outs[0] is not None and _can_wait(node):
+        if isinstance(call, Filling) and not outs and _wait(node, call, env):
+            pass
+        elif len(outs) == 1 and outs[0] is not None and _can_wait(node):
             env[outs[0]] = node
         else:
             self._run_now(node, env, call)
@@ -84,6 +116,10 @@ class Executor:
             KeyError: If the value has not been computed.
         """
         found = env[value]
+        if isinstance(found, Promise):
+            filling, env[value] = found.filling, found.memory
+            filling(self.fetch(value, env))
+            return self.fetch(value, env)
         if isinstance(found, Node):
             self._run_now(found, env)
             found = env[value]
@@ -157,6 +193,17 @@ def _can_wait(node: Node) -> bool:
         return node.call in _MAKES_MEMORY and not node.writes and not node.reads
     except TypeError:  # what is called cannot be hashed
         return False
+
+
+def _wait(node: Node, filling: Filling, env: Environment) -> bool:
+    """Put off a fill of what has no memory yet; False if it has some."""
+    value = node.overwrites
+    found = None if value is None else env.get(value)
+    if value is None or found is None or isinstance(found, Tensor):
+        return False
+    memory = found.memory if isinstance(found, Promise) else found
+    env[value] = Promise(memory, filling)
+    return True
 
 
 def _unchanged(external: External) -> Tensor:

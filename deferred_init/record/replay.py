@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.record.execution import Environment, Executor
+from deferred_init.record.execution import Environment, Executor, Promise
 from deferred_init.record.generators import Generators
 from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
@@ -32,6 +32,7 @@ from deferred_init.record.timeline import Timeline
 __all__ = ["BeforeRandom", "Replay"]
 
 OnReady = Callable[[Value, Tensor], None]
+OnFilled = Callable[[Value, Callable[[Tensor, Any], None]], bool]
 BeforeRandom = Callable[[Node], "int | Callable[..., Any] | None"]
 
 
@@ -79,7 +80,10 @@ class Replay:
     # -- in the recorded order ------------------------------------------------------
 
     def run(
-        self, upto: int | Mark | None = None, on_ready: OnReady | None = None
+        self,
+        upto: int | Mark | None = None,
+        on_ready: OnReady | None = None,
+        on_filled: OnFilled | None = None,
     ) -> None:
         """Run the nodes in recorded order, up to but without the one at `upto`.
 
@@ -90,6 +94,9 @@ class Replay:
             upto: A node index, or a mark; by default all nodes are run.
             on_ready: Called with every wanted value and its tensor as soon as nothing
                 later touches its storage; the replay then forgets it.
+            on_filled: Called before, with what would write the value or a part of it
+                (see `execution.Filling`), where it has no memory yet. If it returns
+                True, it has done that, and `on_ready` is not called.
 
         Raises:
             ReplayError: If an operation fails; nothing is put back.
@@ -103,8 +110,19 @@ class Replay:
                 self._step(node, needs)
                 if on_ready is not None:
                     for value in needs.ready.get(node.index, ()):
-                        on_ready(value, self.take(value))
+                        if on_filled is None or not self._given(value, on_filled):
+                            on_ready(value, self.take(value))
         self._position = max(self._position, stop)
+
+    def _given(self, value: Value, on_filled: OnFilled) -> bool:
+        """Let the caller write a value that has no memory yet; False if it has."""
+        found = self._env.get(value)
+        if not isinstance(found, Promise):
+            return False
+        given = on_filled(value, found.filling.write)
+        if given:
+            del self._env[value]
+        return given
 
     def take(self, value: Value) -> Tensor:
         """Return the tensor of a wanted value that has been run, and let go of it.

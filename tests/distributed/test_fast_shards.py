@@ -17,6 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import deferred_init as di
 from deferred_init.distributed.slicing import Axis, copy_region, region_of, window_of
+from deferred_init.handlers.dtensor import DTensorAllocator
 
 Ranks = Callable[[int], RankPool]
 CASES = [(layout, world) for layout, worlds in LAYOUTS.items() for world in worlds]
@@ -59,11 +60,16 @@ def _on_meta(make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _values(_rank: int, layout: str) -> None:
+def _deferred(built: str, make: Callable[[], Any]) -> Any:
+    return di.deferred_init(make) if built == "recorded" else _on_meta(make)
+
+
+def _values(_rank: int, layout: str, built: str) -> None:
     warnings.simplefilter("ignore")
-    expected = _on_meta(MetaNet)
+    make = Net if built == "recorded" else MetaNet
+    expected = _deferred(built, make)
     di.materialize(expected, DEVICE, seed=8, rng="fast")
-    model = _on_meta(MetaNet)
+    model = _deferred(built, make)
     shard(model, layout)
     state = generator_states()
     report = di.materialize(model, DEVICE, seed=8, rng="fast", verify="full")
@@ -72,39 +78,41 @@ def _values(_rank: int, layout: str) -> None:
     compare(model, expected)
 
 
+@pytest.mark.parametrize("built", ["recorded", "meta"])
 @pytest.mark.parametrize(("layout", "world"), CASES)
-def test_values_are_those_of_one_process(ranks: Ranks, layout: str, world: int) -> None:
-    ranks(world).run(_values, layout)
+def test_values_are_those_of_one_process(
+    ranks: Ranks, layout: str, world: int, built: str
+) -> None:
+    ranks(world).run(_values, layout, built)
 
 
-def _count_full_size(rng: str) -> int:
-    """Count the tensors that get memory of full size while a model is made."""
-    from deferred_init.staged_loan import Loan
-
-    model = _on_meta(lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
+def _count_cut(rng: str, built: str) -> int:
+    """Count the parameters that are cut out of a tensor of full size."""
+    model = _deferred(built, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
     fully_shard(model)
-    made = []
-    memory = Loan._memory
+    cut = []
+    keep = DTensorAllocator.keep
 
-    def counted(loan: Loan) -> torch.Tensor:
-        made.append(loan)
-        return memory(loan)
+    def counted(self: Any, tensor: torch.Tensor, full: torch.Tensor) -> None:
+        cut.append(full.shape)
+        keep(self, tensor, full)
 
-    Loan._memory = counted  # type: ignore[method-assign]
+    DTensorAllocator.keep = counted  # type: ignore[method-assign]
     try:
         di.materialize(model, DEVICE, seed=1, rng=rng)
     finally:
-        Loan._memory = memory  # type: ignore[method-assign]
-    return len(made)
+        DTensorAllocator.keep = keep  # type: ignore[method-assign]
+    return len(cut)
 
 
-def _full_size(_rank: int) -> tuple[int, int]:
+def _cut(_rank: int, built: str) -> tuple[int, int]:
     warnings.simplefilter("ignore")
-    return _count_full_size("fast"), _count_full_size("by_name")
+    return _count_cut("fast", built), _count_cut("by_name", built)
 
 
-def test_a_rank_takes_no_memory_of_full_size(ranks: Ranks) -> None:
-    assert ranks(2).run(_full_size) == [(0, 4), (0, 4)]
+@pytest.mark.parametrize("built", ["recorded", "meta"])
+def test_a_rank_makes_nothing_of_full_size(ranks: Ranks, built: str) -> None:
+    assert ranks(2).run(_cut, built) == [(0, 4), (0, 4)]
 
 
 class Reads(nn.Linear):
@@ -123,9 +131,9 @@ def _mixed() -> nn.Module:
     return nn.Sequential(Reads(4, 6), embedding, wide, nn.Transformer(4, 2, 1, 1, 8))
 
 
-def _read_again(_rank: int, verify: str) -> None:
+def _read_again(_rank: int, verify: str, built: str) -> None:
     warnings.simplefilter("ignore")
-    expected, model = _on_meta(_mixed), _on_meta(_mixed)
+    expected, model = _deferred(built, _mixed), _deferred(built, _mixed)
     di.materialize(expected, DEVICE, seed=3, rng="fast")
     for layer in model:
         fully_shard(layer)
@@ -134,6 +142,9 @@ def _read_again(_rank: int, verify: str) -> None:
     compare(model, expected)
 
 
+@pytest.mark.parametrize("built", ["recorded", "meta"])
 @pytest.mark.parametrize("verify", ["fast", "full"])
-def test_a_fill_that_is_read_again_is_made_in_full(ranks: Ranks, verify: str) -> None:
-    ranks(2).run(_read_again, verify)
+def test_a_fill_that_is_read_again_is_made_in_full(
+    ranks: Ranks, verify: str, built: str
+) -> None:
+    ranks(2).run(_read_again, verify, built)
