@@ -154,7 +154,7 @@ class NamedDraws(TorchDispatchMode):
             if name != self._owner:
                 self._made_like = made, name
             return made
-        if self._made_like is not None and target is self._made_like[0]:
+        if self._made_like is not None and not func.is_view and self._is_made(target):
             self._made_like = None  # it may go, and its memory be another's
         return func(*args, **kwargs)
 
@@ -165,12 +165,17 @@ class NamedDraws(TorchDispatchMode):
         seed_all(seed_for_name(self.seed, name, ordinal), self._device)
         return func(*args, **kwargs)
 
+    def _is_made(self, target: object) -> bool:
+        if self._made_like is None or not isinstance(target, Tensor):
+            return False
+        return storage_key(target) == storage_key(self._made_like[0])
+
     def _name_of(self, target: object) -> str:
         if not isinstance(target, Tensor):
             return self._owner
-        key = storage_key(target)
-        if self._made_like is not None and storage_key(self._made_like[0]) == key:
+        if self._made_like is not None and self._is_made(target):
             return self._made_like[1]
+        key = storage_key(target)
         claim = self._step.claim
         for slot in (*claim.slots, *claim.rewrites):
             # What stands there now: under staging that is a tensor of full size.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -81,6 +82,7 @@ def _on(device: torch.device) -> Any:
     return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
 
 
+@lru_cache(maxsize=256)
 def _parameters(distribution: Distribution, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constants of a distribution, by the kernel's names."""
     found: dict[str, Any] = {

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,8 @@ import deferred_init as di
 from deferred_init.fast.distributions import Normal, TruncatedNormal, Uniform
 from deferred_init.fast.fill import fill
 from deferred_init.fast.philox import stream_key
+from deferred_init.fast.policy import Fast
+from deferred_init.inventory import take_inventory
 
 Build = Callable[[], nn.Module]
 
@@ -223,3 +226,28 @@ def test_two_fills_of_one_tensor_draw_different_numbers() -> None:
 
     made = _make(_on_meta(lambda: Filled(init, torch.float32)))["weight"]
     assert 1.2 < float(made.std()) < 1.6
+
+
+def test_what_is_made_like_a_claimed_tensor_goes_by_its_name() -> None:
+    # As Transformer Engine makes weights that it will quantize.
+    model = _on_meta(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 6)))
+    slots = take_inventory((model,)).slots
+    steps: Any = [
+        SimpleNamespace(
+            site=SimpleNamespace(fqn=fqn),
+            claim=SimpleNamespace(
+                slots=[s for s in slots if s.fqn.startswith(fqn)], rewrites=()
+            ),
+        )
+        for fqn in ("0", "1")
+    ]
+    for step in steps:
+        with Fast(5, torch.device("cpu")).step(step):
+            made = torch.empty_like(model[int(step.site.fqn)].weight, device="cpu")
+            nn.init.normal_(made)
+            stray = torch.empty(6, 4).normal_()
+        wanted = torch.empty(6, 4)
+        fill(wanted, Normal(), stream_key(5, f"{step.site.fqn}.weight", 0))
+        assert torch.equal(made, wanted)
+        fill(wanted, Normal(), stream_key(5, step.site.fqn, 0))
+        assert torch.equal(stray, wanted)
