@@ -29,6 +29,7 @@ from deferred_init.handlers.protocol import Request
 from deferred_init.plan import Plan
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.te.rng_trackers import tracker_digest
 
 __all__ = ["agreed", "finish_together", "meeting_for", "sharing_ranks"]
 
@@ -140,6 +141,10 @@ def _facts(
     draws = plan is not None and plan.steps and request.rng == "eager"
     if draws and request.seed is None and request.broadcast_from is None:
         facts["state of the random generator"] = _generator_digest(request.device)
+    if draws and plan is not None and request.broadcast_from is None:
+        trackers = tracker_digest(step.site.module for step in plan.steps)
+        if trackers is not None:
+            facts["state of the random generators' tracker"] = trackers
     for name, lines in lists.items():
         facts[name] = _digest("\n".join(f"{k} {v}" for k, v in lines.items()))
     return facts

@@ -55,7 +55,7 @@ from deferred_init.te.quantization import (
     stored_as,
     whole_bytes,
 )
-from deferred_init.te.rng_trackers import tracker_restorer
+from deferred_init.te.rng_trackers import parts_drawn_alike, tracker_restorer
 from deferred_init.te.sharded import MODEL_PARALLEL_ATTRIBUTES, adopt_part
 
 __all__ = ["TEModuleInit", "adopt_made"]
@@ -85,8 +85,10 @@ class TEModuleInit:
         late = [s for s in made if _is_weight(s)] if choice.quantized else []
         weights = [slot.tensor for slot in late]
         label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"
+        assumed = parts_drawn_alike(module, label, request.rng) if made else ()
         return Claim(
             slots=made,
+            assumptions=assumed,
             source=f"{type(module).__name__}.reset_parameters",
             problems=(
                 *problems_with(choice, label, request, weights),

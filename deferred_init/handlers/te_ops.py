@@ -39,7 +39,7 @@ from deferred_init.te.quantization import (
     stored_as,
     whole_bytes,
 )
-from deferred_init.te.rng_trackers import tracker_restorer
+from deferred_init.te.rng_trackers import parts_drawn_alike, tracker_restorer
 from deferred_init.te.sharded import adopt_part, stand_in
 
 __all__ = ["BasicOpInit"]
@@ -74,8 +74,10 @@ class BasicOpInit:
         sizes = [weight.numel() * weight.element_size() for weight in weights]
         sharded = [weight for weight in weights if is_sharded(weight)]
         label = f"`{site.fqn or type(op).__name__}` ({type(op).__name__})"
+        assumed = parts_drawn_alike(op, label, request.rng) if made else ()
         return Claim(
             slots=made,
+            assumptions=assumed,
             source=f"{type(op).__name__}.{method}",
             problems=(
                 *problems_with(choice, label, request, weights),

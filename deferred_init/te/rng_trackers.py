@@ -7,13 +7,16 @@ stopped; if the materialization fails, it goes back to where it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["tracker_restorer"]
+from deferred_init.rng import BY_NAME
+
+__all__ = ["parts_drawn_alike", "tracker_digest", "tracker_restorer"]
 
 _PLACES = ("get_rng_state_tracker", "_rng_state_tracker_function")
 
@@ -24,14 +27,60 @@ def tracker_restorer(module: nn.Module) -> Callable[[], None] | None:
     The tracker is one of Transformer Engine's or Megatron's, with `get_states` and
     `set_states`.
     """
+    tracker = _tracker(module)
+    if tracker is None:
+        return None
+    saved = {name: _copy(state) for name, state in tracker.get_states().items()}
+    return lambda: _restore(tracker, saved)
+
+
+def tracker_digest(modules: Iterable[nn.Module]) -> str | None:
+    """Digest the states of the modules' trackers, or return None without any.
+
+    What ranks that share a model have to agree on, beside the default generators.
+    """
+    trackers = {id(t): t for each in modules if (t := _tracker(each)) is not None}
+    if not trackers:
+        return None
+    found = hashlib.sha256()
+    for tracker in trackers.values():
+        for name, state in sorted(tracker.get_states().items()):
+            copied = _copy(state)
+            raw = copied.cpu().numpy().tobytes() if isinstance(copied, Tensor) else b""
+            found.update(name.encode() + raw)
+    return found.hexdigest()[:12]
+
+
+def parts_drawn_alike(module: Any, label: str, policy: str) -> tuple[str, ...]:
+    """Say what is assumed where a policy by names draws parts of a weight.
+
+    A tensor-parallel module holds a part under the name of the whole, and a seed that
+    is made from the name takes the place of the tracker's generator.
+    """
+    size = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 1)) or 1
+    modes = ("parallel_mode", "tensor_parallel_mode", "set_parallel_mode")
+    if (
+        policy not in BY_NAME
+        or size < 2
+        or not any(getattr(module, m, 0) for m in modes)
+    ):
+        return ()
+    return (
+        f'{label} draws its part of {size} under rng="{policy}", which gives '
+        "tensor-parallel ranks of one seed the same part: pass each of them a seed of "
+        'its own, or rng="eager", which draws from the tracker',
+    )
+
+
+def _tracker(module: nn.Module) -> Any:
+    """Return the tracker that a module draws its weights from, or None."""
     for place in _PLACES:
         function = getattr(module, place, None)
         if not callable(function):
             continue
         tracker: Any = function()
         if hasattr(tracker, "get_states") and hasattr(tracker, "set_states"):
-            saved = {name: _copy(s) for name, s in tracker.get_states().items()}
-            return lambda: _restore(tracker, saved)
+            return tracker
     return None
 
 

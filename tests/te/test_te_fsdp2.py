@@ -143,6 +143,77 @@ def test_shards_carry_the_attributes_that_te_sets_when_it_makes_a_weight(
     ranks(2).run(_parallel_attributes)
 
 
+class _Tracker:
+    """As Megatron's, for the CPU: one generator, whose state it keeps."""
+
+    def __init__(self, seed: int) -> None:
+        with torch.random.fork_rng(devices=[]):
+            self.states = {"model-parallel-rng": torch.manual_seed(seed).get_state()}
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = dict(states)
+
+    @contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states[name])
+        yield
+        self.states[name] = torch.get_rng_state()
+        torch.set_rng_state(outer)
+
+
+def _tracked(te: Any, device: str, tracker: _Tracker) -> nn.Module:
+    parallel = {"parallel_mode": "column", "tp_size": 2}
+    return nn.Sequential(
+        te.Linear(
+            8, 16, get_rng_state_tracker=lambda: tracker, device=device, **parallel
+        ),
+        te.ops.BasicLinear(
+            8, 8, rng_state_tracker_function=lambda: tracker, device=device
+        ),
+    )
+
+
+def _from_trackers(rank: int, case: str) -> str:
+    odd = rank if case == "differ" else 0
+    trackers = _Tracker(7 + odd), _Tracker(7)
+    with _belief() as te:
+        model = _tracked(te, "meta", trackers[0])
+        torch.manual_seed(3)
+        twin = _tracked(te, "cpu", trackers[1])
+    _shard(model)
+    _shard(twin)
+    if case == "differ":
+        with pytest.raises(di.PlanError) as caught:
+            di.materialize(model, "cpu", seed=3)
+        return str(caught.value)
+    rng = "by_name" if case == "by name" else "eager"
+    report = di.materialize(model, "cpu", seed=3, rng=rng)
+    if case == "equal":
+        _assert_same(model, twin)
+        assert torch.equal(*(t.states["model-parallel-rng"] for t in trackers))
+    return "; ".join(report.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("case", "said"),
+    [
+        ("equal", ""),
+        ("differ", "state of the random generators' tracker: "),
+        ("by name", 'draws its part of 2 under rng="by_name", which gives'),
+    ],
+)
+def test_tensor_parallel_parts_come_from_trackers_on_which_ranks_agree(
+    ranks: Ranks, case: str, said: str
+) -> None:
+    for text in ranks(2).run(_from_trackers, case):
+        assert said in text
+        assert bool(said) == ("part of 2" in text or "tracker" in text)
+
+
 def _biases(te: Any, device: str) -> Any:
     return te.ops.Sequential(*(te.ops.Bias(4, device=device) for _ in range(2)))
 
