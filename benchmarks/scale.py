@@ -5,7 +5,7 @@ of thousands would do. Nothing is communicated, by materialization either.
 
     python benchmarks/scale.py --device cuda                  # everything
     python benchmarks/scale.py --device cuda --model 405b --world 1024 --rank 7
-    python benchmarks/scale.py --device cpu --model tiny --json
+    python benchmarks/scale.py --device cpu --model tiny --json out.json
 
 Each line is measured in a process of its own. `normal_` is the time that this one
 kernel takes to draw all parameters of the full model into one buffer: the floor for
@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("--world", type=int, action="append")
     parser.add_argument("--rank", type=int, help="by default one in the middle")
     parser.add_argument("--built", choices=("meta", "recorded"), action="append")
-    parser.add_argument("--json", action="store_true", help="one object per line")
+    parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     models = options.model or [name for name in SIZES if name != "tiny"]
@@ -272,13 +272,15 @@ def main() -> None:
         rank = worlds[0] // 2 if options.rank is None else options.rank
         print(json.dumps(measure(models[0], worlds[0], rank, device, ways[0])))
         return
-    if not options.json:
-        print(HEAD)
+    print(HEAD)
+    results: list[dict[str, Any]] = []
     for model in models:
         for built in ways:
             for world in worlds:
-                result = _in_process(options, model, world, built)
-                print(json.dumps(result) if options.json else _line(result), flush=True)
+                results.append(_in_process(options, model, world, built))
+                print(_line(results[-1]), flush=True)
+                if options.json:
+                    options.json.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def _in_process(
