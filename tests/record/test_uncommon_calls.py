@@ -249,3 +249,26 @@ def test_an_operation_that_neither_records_nor_runs_is_named_with_its_line() -> 
     assert "deferred_init_test.nowhere.default" in message
     assert "can neither be recorded nor run" in message
     assert __file__ in message
+
+
+class Tagged(nn.Parameter):
+    """A parameter of a class of its own, as some libraries define."""
+
+
+def test_copies_of_special_parameters_keep_their_class() -> None:
+    def body(self: Any) -> None:
+        weight = Tagged(torch.randn(3))
+        self.weight = weight
+        self.copies = nn.ParameterList([copy.deepcopy(weight) for _ in range(2)])
+
+    torch.manual_seed(0)
+    eager = Holder(body)
+    torch.manual_seed(0)
+    model = deferred_init(Holder, body)
+    materialize_module(model)
+    assert type(model.weight) is Tagged
+    for made, wanted in zip(model.copies, eager.copies, strict=True):
+        assert type(made) is type(wanted)
+        assert made.requires_grad
+        assert torch.equal(made, wanted)
+    assert model.copies[0] is not model.copies[1]
