@@ -103,6 +103,21 @@ def test_parts_of_a_recording_that_share_memory_share_it_in_any_order(
     assert_equal(portrait(model), expected)
 
 
+@pytest.mark.xfail(reason="known limit, see docs/reliability.md")
+def test_a_live_view_is_no_leaf_if_its_parameter_was_made_before() -> None:
+    def make() -> nn.Module:
+        model = nn.Module()
+        model.inner = nn.Linear(2, 2)
+        model.held = model.inner.weight[:1]
+        return model
+
+    model = di.deferred_init(make)
+    di.materialize_module(model.inner)
+    di.materialize(model, "cpu")
+    assert torch.equal(model.held, model.inner.weight[:1])
+    assert not model.held.is_leaf
+
+
 def test_materialize_module_too_makes_what_a_tensor_carries() -> None:
     def make() -> nn.Module:
         model = nn.Linear(2, 2)

@@ -16,10 +16,13 @@ from deferred_init.poison import fill_poison
 from tests.reliability.made import eager, recorded
 from tests.reliability.portrait import Portrait, assert_equal, generators
 from tests.reliability.tally import tally
-from tests.reliability.trees import Program, programs
+from tests.reliability.trees import ACTIONS, Program, programs
+
+# A known limit: `test_a_live_view_is_no_leaf_if_its_parameter_was_made_before`.
+WITHOUT_LIVE_VIEWS = tuple(name for name in ACTIONS if name != "live view")
 
 
-@given(programs(), st.randoms(use_true_random=False))
+@given(programs(WITHOUT_LIVE_VIEWS), st.randoms(use_true_random=False))
 def test_parts_may_be_made_in_any_order(program: Program, random: object) -> None:
     _, expected, states = eager(program)
     model = recorded(program)
