@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -45,14 +46,15 @@ def test_the_trainer_prints_the_same_on_every_mesh(run_script: RunScript) -> Non
 
 @pytest.mark.parametrize("built", ["meta", "recorded"])
 def test_the_benchmark_measures_one_rank_of_many(
-    built: str, run_script: RunScript
+    built: str, run_script: RunScript, tmp_path: Path
 ) -> None:
-    lines = run_script(
+    file = tmp_path / "scale.json"
+    run_script(
         "benchmarks/scale.py",
         *("--device", "cpu", "--model", "tiny", "--built", built),
-        *("--world", "8", "--world", "64", "--json"),
-    ).splitlines()
-    small, large = (json.loads(line) for line in lines)
+        *("--world", "8", "--world", "64", "--json", str(file)),
+    )
+    small, large = json.loads(file.read_text())
     assert small["parameters"] == large["parameters"] == 78144
     assert small["shard_bytes"] == 2 * 78144 // 8
     assert large["shard_bytes"] <= small["shard_bytes"] // 8 + 2 * 4 * 64
