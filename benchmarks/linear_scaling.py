@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 
 import deferred_init as di  # noqa: E402
 from deferred_init.audit import run_audit, take_snapshot  # noqa: E402
-from deferred_init.handlers.registry import load_handlers  # noqa: E402
+from deferred_init.handlers.ecosystems import load_handlers  # noqa: E402
 from deferred_init.inventory import take_inventory  # noqa: E402
 from deferred_init.planner import make_plan  # noqa: E402
 from deferred_init.rebind import exchange  # noqa: E402

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.errors import AuditError
 from deferred_init.garbage import full_collections_wait
-from deferred_init.handlers.registry import load_handlers
+from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
 from deferred_init.pipeline import look, make_agreed_plan, run_plan

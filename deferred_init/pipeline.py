@@ -13,8 +13,9 @@ from deferred_init.distributed.broadcast import hand_over, receiving_plan
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.fast.policy import Fast
 from deferred_init.handlers.checkpoint import CheckpointInitializer
+from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.handlers.protocol import Request
-from deferred_init.handlers.registry import load_handlers, refreshers
+from deferred_init.handlers.registry import refreshers
 from deferred_init.holders import check_holders, rebind_holders
 from deferred_init.inventory import take_inventory
 from deferred_init.loading.matching import WeightsRequest

@@ -1,20 +1,15 @@
 """Which handler serves which type.
 
-Keyed by type and resolved along the MRO, most specific first. The handlers of an
-optional ecosystem are loaded when its package is already imported: a model that
-uses it must have imported it.
+Keyed by type and resolved along the MRO, most specific first.
 """
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Callable
 from typing import Any, overload
 
 from torch import Tensor, nn
 
-from deferred_init.errors import PlanError
 from deferred_init.handlers.protocol import (
     Allocator,
     Claim,
@@ -37,40 +32,10 @@ __all__ = [
     "has_user_rule",
     "initializers_for",
     "last_initializers",
-    "load_handlers",
     "refreshers",
     "register_initializer",
 ]
 
-_ECOSYSTEMS = {
-    "torch": (
-        "deferred_init.handlers.torch_nn",
-        "deferred_init.handlers.torch_nn_containers",
-        "deferred_init.handlers.parametrized",
-        "deferred_init.handlers.averaged_model",
-        "deferred_init.handlers.reset_methods",
-        "deferred_init.handlers.plain",
-        "deferred_init.handlers.recipe_rules",
-    ),
-    "transformers.modeling_utils": (
-        "deferred_init.handlers.hf_constructor",
-        "deferred_init.handlers.hf",
-        "deferred_init.handlers.hf_modules",
-    ),
-    "transformer_engine.pytorch": (
-        "deferred_init.handlers.te_modules",
-        "deferred_init.handlers.te_attention",
-        "deferred_init.handlers.te_ops",
-        "deferred_init.handlers.te_aliases",
-        "deferred_init.handlers.quantized",
-        "deferred_init.te.audit_te",
-    ),
-    "torch.distributed.tensor": (
-        "deferred_init.handlers.dtensor",
-        "deferred_init.distributed.audit_ranks",
-    ),
-    "deferred_init.record": ("deferred_init.handlers.recorded",),
-}
 _initializers: dict[type, Initializer] = {}
 _user_rules: dict[type, Initializer] = {}
 _first: list[Initializer] = []
@@ -78,7 +43,6 @@ _last: list[Initializer] = []
 _allocators: dict[type, Allocator] = {}
 _refreshers: list[Refresher] = []
 _order_hints: list[OrderHint] = []
-_loaded: set[str] = set()
 # What was found for a type; bounded, since it keeps types alive.
 _asked: dict[type, tuple[Initializer, ...]] = {}
 _allocator_of: dict[type, Allocator | None] = {}
@@ -207,28 +171,6 @@ def add_allocator(allocator: Allocator, *types: type) -> None:
 def add_refresher(refresher: Refresher) -> None:
     """Register a refresher, called once after all steps."""
     _refreshers.append(refresher)
-
-
-def load_handlers() -> None:
-    """Import the handlers of every ecosystem that is already imported.
-
-    Raises:
-        PlanError: The installed release lacks something that they need. The next call
-            tries again.
-    """
-    for package, modules in _ECOSYSTEMS.items():
-        if package in _loaded or package not in sys.modules:
-            continue
-        for module in modules:
-            try:
-                importlib.import_module(module)
-            except (ImportError, AttributeError) as error:
-                raise PlanError(
-                    f"`{module}`, which serves the models of `{package}`, could not be "
-                    f"imported ({error}); the installed release may not be one that is "
-                    "supported: `deferred-init doctor` says what it lacks"
-                ) from error
-        _loaded.add(package)
 
 
 def initializers_for(module_type: type) -> tuple[Initializer, ...]:

@@ -318,8 +318,8 @@ def test_a_quantized_whole_is_cut_as_fully_shard_cuts_one(
 def _adopted(rank: int) -> None:
     """Keep parts through a workspace, then train FSDP2's records on them."""
     from deferred_init.distributed.fsdp2 import fsdp_params
+    from deferred_init.handlers.ecosystems import load_handlers
     from deferred_init.handlers.protocol import Request
-    from deferred_init.handlers.registry import load_handlers
     from deferred_init.inventory import take_inventory
     from deferred_init.te.sharded import adopt_part
     from deferred_init.workspace import ExecutionWorkspace

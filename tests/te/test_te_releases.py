@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from deferred_init.handlers.registry import load_handlers
+from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.te import probe
 
 pytestmark = pytest.mark.te

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import deferred_init as di
-from deferred_init.handlers.registry import load_handlers
+from deferred_init.handlers.ecosystems import load_handlers
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
 from fusible_ops import build, step, train  # noqa: E402 - imports TE

@@ -13,7 +13,7 @@ from torch import nn
 
 import deferred_init as di
 from deferred_init.errors import PlanError
-from deferred_init.handlers import registry
+from deferred_init.handlers import ecosystems
 
 
 @pytest.fixture
@@ -22,9 +22,9 @@ def ecosystem(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]
     package = types.ModuleType("stranger")
     monkeypatch.setitem(sys.modules, "stranger", package)
     monkeypatch.setitem(
-        registry._ECOSYSTEMS, "stranger", ("stranger_first", "stranger_second")
+        ecosystems._ECOSYSTEMS, "stranger", ("stranger_first", "stranger_second")
     )
-    monkeypatch.setattr(registry, "_loaded", registry._loaded - {"stranger"})
+    monkeypatch.setattr(ecosystems, "_loaded", ecosystems._loaded - {"stranger"})
     monkeypatch.syspath_prepend(tmp_path)
     (tmp_path / "stranger_first.py").write_text("import stranger")
     (tmp_path / "stranger_second.py").write_text("from stranger import _private")
@@ -50,10 +50,10 @@ def test_an_ecosystem_whose_import_failed_is_tried_again(ecosystem: Path) -> Non
     """It used to count as loaded, and its models were planned without handlers."""
     for _ in range(2):
         with pytest.raises(PlanError, match="stranger_second"):
-            registry.load_handlers()
+            ecosystems.load_handlers()
     sys.modules["stranger"]._private = 3  # type: ignore[attr-defined]
     model = nn.Linear(2, 2, device="meta")
     assert di.materialize(model, "cpu", seed=0).ok
-    assert "stranger" in registry._loaded
+    assert "stranger" in ecosystems._loaded
     torch.manual_seed(0)
     assert torch.equal(model.weight, nn.Linear(2, 2).weight)

@@ -31,6 +31,7 @@ NO_NAMES = {
     "_orig": "the end of the public parameter names of `spectral_norm`",
     "_fsdp": "how attributes of parameters begin that `fully_shard` sets",
     "_like": "the end of names of operations",
+    "_value": "an attribute of ours, in a recorded tensor's `__dict__`",
     "_deferred_init_bare": "an attribute of ours, on a function",
     "_thread": "a module of the standard library",
 }
