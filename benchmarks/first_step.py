@@ -3,8 +3,10 @@
     python benchmarks/first_step.py --device cuda                 # a TE Llama of 1 B
     python benchmarks/first_step.py --device cpu --model tiny --json out.json
 
-Each run is a process of its own, eager construction and ours taking turns; medians of
-the runs, in seconds, for each stage. Host memory is the process's peak.
+Each run is a process of its own, eager construction and ours taking turns, and is
+printed as it ends; then medians of the runs, in seconds, for each stage. Of several
+rounds the first fills the page cache and does not count; with `--repeats 1` there is
+one alone. Host memory is the process's peak.
 """
 
 from __future__ import annotations
@@ -91,7 +93,8 @@ def child(arguments: argparse.Namespace) -> None:
 def parent(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Let the ways take turns, each run in a process of its own."""
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in WAYS}
-    for round_ in range(arguments.repeats + 1):
+    warm_ups = int(arguments.repeats > 1)
+    for round_ in range(arguments.repeats + warm_ups):
         for way in WAYS:
             command = [sys.executable, str(HERE), "--way", way]
             command += ["--device", arguments.device, "--model", arguments.model]
@@ -99,9 +102,19 @@ def parent(arguments: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode:
                 raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr}")
-            if round_:  # the first round fills the page cache
-                found[way].append(json.loads(done.stdout.splitlines()[-1]))
+            run = json.loads(done.stdout.splitlines()[-1])
+            print(_line(way, run, counts=round_ >= warm_ups), flush=True)
+            if round_ >= warm_ups:
+                found[way].append(run)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return found
+
+
+def _line(way: str, run: dict[str, Any], *, counts: bool) -> str:
+    stages = zip(STAGES, run["seconds"], strict=True)
+    cells = ", ".join(f"{stage} {seconds:.2f}" for stage, seconds in stages)
+    return f"{way}{'' if counts else ' (does not count)'}: {cells} s"
 
 
 def table(found: dict[str, list[dict[str, Any]]]) -> str:
@@ -136,8 +149,6 @@ def main() -> int:
     found = parent(arguments)
     print(f"{arguments.model}, {arguments.recipe}, median of {arguments.repeats}")
     print(table(found))
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n")
     return 0
 
 
