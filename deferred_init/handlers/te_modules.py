@@ -12,14 +12,13 @@ to them, so that only one at a time exists in high precision.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformer_engine.pytorch.attention.dot_product_attention import (
     DotProductAttention,
 )
@@ -35,6 +34,11 @@ from deferred_init.te.grouped import (
     joined_slots,
     lend_scratch,
     split_early_bias,
+)
+from deferred_init.te.high_precision import (
+    lent_high_precision,
+    set_aside_quantized,
+    shares_buffer,
 )
 from deferred_init.te.init_records import (
     has_record,
@@ -127,39 +131,54 @@ class TEModuleInit:
                 module.reset_parameters()
                 _prefer_all_carried(claim.slots)
             return
-        late = [s for s in claim.slots if choice.quantized and _is_weight(s)]
-        early = [s for s in claim.slots if s not in late and not _is_state(s)]
-        loaded = [
-            slot
-            for slot in step.site.slots
-            if slot.kind is SlotKind.PARAMETER
-            and slot not in claim.slots
-            and (_holds_quantized(slot) or (choice.quantized and _is_weight(slot)))
-        ]
-        # As rewrites they get no memory from `filling`. What is sharded is lent in full
-        # size in any case, and thrown away as it is not claimed.
-        whole = [slot for slot in late if not is_sharded(slot.tensor)]
-        inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
-        with (
-            choice.grad_mode(),
-            workspace.filling(replace(step, claim=inner)),
-            kept_init_records(module),
-            _set_aside(loaded),
-        ):
-            module.reset_parameters()
-            _prefer_all_carried(early)
-            for slot in late:
-                adopt_made(slot, workspace)
+        _run_quantized(step, workspace, choice)
 
 
-def adopt_made(slot: Slot, workspace: Workspace) -> None:
+def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
+    """Run a module's own method where it quantizes, or holds what is quantized."""
+    module: Any = step.site.module
+    claim = step.claim
+    late = [s for s in claim.slots if choice.quantized and _is_weight(s)]
+    early = [s for s in claim.slots if s not in late and not _is_state(s)]
+    loaded = [
+        slot
+        for slot in step.site.slots
+        if slot.kind is SlotKind.PARAMETER
+        and slot not in claim.slots
+        and (_holds_quantized(slot) or (choice.quantized and _is_weight(slot)))
+    ]
+    # As rewrites they get no memory from `filling`. What is sharded is lent in full
+    # size in any case, and thrown away as it is not claimed.
+    whole = [slot for slot in late if not is_sharded(slot.tensor)]
+    inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
+    device = workspace.request.device
+    with (
+        choice.grad_mode(),
+        workspace.filling(replace(step, claim=inner)),
+        kept_init_records(module),
+        set_aside_quantized(loaded),
+        init_context(module),
+        lent_high_precision(module, whole, choice.te_recipe, device) as buffer,
+    ):
+        module.reset_parameters()
+        _prefer_all_carried(early)
+        for slot in late:
+            adopt_made(slot, workspace, buffer)
+
+
+def adopt_made(slot: Slot, workspace: Workspace, buffer: Tensor | None = None) -> None:
     """Adopt what TE put into a slot; methods bound to it move along.
 
+    Args:
+        slot: Whose tensor TE made.
+        workspace: Adopts it.
+        buffer: What was lent to it, in which it must not stay.
+
     Raises:
-        RuntimeError: TE left the slot without memory.
+        RuntimeError: TE left the slot without memory of its own.
     """
     found = slot.read()
-    if found is None or found.is_meta:
+    if found is None or found.is_meta or shares_buffer(found, buffer):
         raise RuntimeError(f"TE's own code left `{slot.name}` without memory")
     _prefer_carried(slot, found)
     if is_sharded(slot.tensor):
@@ -270,20 +289,6 @@ def _prefer_carried(slot: Slot, made: Tensor | None) -> None:
     for name in MODEL_PARALLEL_ATTRIBUTES:
         if name in slot.tensor.__dict__:
             made.__dict__.pop(name, None)
-
-
-@contextmanager
-def _set_aside(loaded: list[Slot]) -> Iterator[None]:
-    """Lend TE parameters without memory in place of real quantized ones."""
-    kept = [(slot, slot.read()) for slot in loaded]
-    for slot, original in kept:
-        shape, dtype = original.shape, original.dtype
-        slot.write(nn.Parameter(torch.empty(shape, dtype=dtype, device="meta")))
-    try:
-        yield
-    finally:
-        for slot, original in kept:
-            slot.write(original)
 
 
 add_initializer(TEModuleInit(), TransformerEngineBaseModule)

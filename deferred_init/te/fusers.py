@@ -22,10 +22,11 @@ import torch
 from torch import Tensor, nn
 from transformer_engine.pytorch.ops import Sequential as TESequential
 from transformer_engine.pytorch.ops.fuser import OperationFuser
+from transformer_engine.pytorch.ops.op import BasicOperation
 
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.object_contents import leave_out
-from deferred_init.slots import Inventory
+from deferred_init.slots import Inventory, ModuleSite
 
 __all__ = ["FuserRefresher", "find_fusers", "parameters_by_op", "stale_parameters"]
 
@@ -48,30 +49,37 @@ class FuserRefresher:
         self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
     ) -> None:
         """Do it once, after all steps."""
-        names = {id(site.module): site.fqn for site in inventory.sites()}
         modules = [site.module for site in inventory.sites()]
-        if not any(_is_of_te(type(module)) for module in modules):
+        kinds = {type(module) for module in modules}
+        if not any(map(_is_of_te, kinds)):
             modules = []
         count = 0
-        for fuser in find_fusers([*modules, *holders]):
-            saved = dict(vars(fuser))
-            workspace.on_undo(functools.partial(_restore, fuser, saved))
-            refresh_fuser(fuser)
-            count += 1
-        for module in modules:
-            attributes = vars(module)
-            if isinstance(module, TESequential) and "_module_groups" in attributes:
-                attributes["_module_groups"] = None
-            prefix = f"{fqn}." if (fqn := names[id(module)]) else ""
-            cached = attributes.get("_fp8_workspaces")
-            if cached:
-                attributes["_fp8_workspaces"] = {}
-                for name in cached:
-                    workspace.drop(f"{prefix}_fp8_workspaces[{name!r}]")
-            if attributes.pop("_is_fsdp2", None) is not None:
-                workspace.drop(f"{prefix}_is_fsdp2")
+        # A fuser without ops in the model caches none of its parameters.
+        if any(issubclass(kind, BasicOperation) for kind in kinds):
+            for fuser in find_fusers([*modules, *holders]):
+                saved = dict(vars(fuser))
+                workspace.on_undo(functools.partial(_restore, fuser, saved))
+                refresh_fuser(fuser)
+                count += 1
+        for site in inventory.sites() if modules else ():
+            _drop_caches(site, workspace)
         if count:
             workspace.note(f"refreshed {count} operation fuser(s)")
+
+
+def _drop_caches(site: ModuleSite, workspace: Workspace) -> None:
+    """Let a module make again what it derives from weights in its forward."""
+    attributes = vars(site.module)
+    if "_module_groups" in attributes and isinstance(site.module, TESequential):
+        attributes["_module_groups"] = None
+    prefix = f"{site.fqn}." if site.fqn else ""
+    cached = attributes.get("_fp8_workspaces")
+    if cached:
+        attributes["_fp8_workspaces"] = {}
+        for name in cached:
+            workspace.drop(f"{prefix}_fp8_workspaces[{name!r}]")
+    if attributes.pop("_is_fsdp2", None) is not None:
+        workspace.drop(f"{prefix}_is_fsdp2")
 
 
 def _is_of_te(kind: type) -> bool:

@@ -24,7 +24,7 @@ from torch import nn
 from deferred_init.record.paused import without_default_device
 
 __all__ = ["has_record", "init_context", "is_of_te", "kept_init_records", "record_of"]
-__all__ += ["remember_init_records"]
+__all__ += ["only_known_init_functions", "remember_init_records"]
 
 _NAMES = re.compile(r"(layer_norm_|fc1_|fc2_)?(weight|bias)\d*")
 _DEFAULT = "init_method_normal.<locals>."
@@ -82,13 +82,23 @@ def kept_init_records(module: Any) -> Iterator[None]:
 
 def init_context(module: Any) -> AbstractContextManager[object]:
     """Leave out the default device where all init functions are torch's or TE's."""
+    tracked = any(
+        record.get_rng_state_tracker is not None
+        for record in module.param_init_meta.values()
+    )
+    if tracked or not only_known_init_functions(module):
+        return nullcontext()
+    return without_default_device()
+
+
+def only_known_init_functions(module: Any) -> bool:
+    """Whether all init functions are torch's or TE's: they fill, and keep nothing."""
     for record in module.param_init_meta.values():
         source = getattr(record.init_fn, "__module__", None) or ""
         of_torch = source == "torch.nn.init" and record.init_fn.__name__ in _IN_PLACE
-        of_te = source.startswith("transformer_engine.")
-        if not (of_torch or of_te) or record.get_rng_state_tracker is not None:
-            return nullcontext()
-    return without_default_device()
+        if not (of_torch or source.startswith("transformer_engine.")):
+            return False
+    return True
 
 
 def is_of_te(module: Any, name: str) -> bool:
