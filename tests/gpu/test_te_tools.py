@@ -75,8 +75,14 @@ def test_a_graph_captured_afterwards_replays_with_what_training_changed() -> Non
     for each in (model, twin):
         sample = torch.zeros(ROWS, WIDTH, device="cuda", dtype=BF16)
         te.make_graphed_callables(each, (sample.requires_grad_(),))
-    outputs = _train(model, optimizer, BF16)
-    expected = _train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), BF16)
+    # The captured graphs keep autograd's nodes of the parameters alive, and those stay
+    # on the stream of the capture; so that is where the training has to be.
+    stream = torch.cuda.graph.default_capture_stream
+    assert stream is not None
+    with torch.cuda.stream(stream):
+        outputs = _train(model, optimizer, BF16)
+        expected = _train(twin, torch.optim.AdamW(twin.parameters(), lr=1e-2), BF16)
+    stream.synchronize()
     assert all(torch.equal(a, b) for a, b in zip(outputs, expected, strict=True))
     assert_same_parameters(model, twin)
     assert [param.data_ptr() for param in model.parameters()] == pointers
