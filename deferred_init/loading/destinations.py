@@ -12,11 +12,17 @@ from torch import Tensor
 from deferred_init.aliases import is_deferred
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.handlers.registry import allocator_for
+from deferred_init.loading.as_stored import copy_as_stored
 from deferred_init.loading.boxes import Segments
 from deferred_init.loading.matching import Load
 from deferred_init.poison import fill_poison
 from deferred_init.slots import Inventory
-from deferred_init.sources.protocol import ByteFile, Extent, TensorInfo
+from deferred_init.sources.protocol import (
+    ByteFile,
+    Extent,
+    TensorInfo,
+    TensorSource,
+)
 
 __all__ = ["Arrival", "Destination", "Destinations", "register_arrival"]
 
@@ -33,7 +39,8 @@ class Destination:
         region: For each dim the ranges of the whole tensor that it keeps; None: all.
         in_order: Whether it shares memory with others, so that order matters.
         done: What to call when the values have arrived, or None.
-        in_place: Whether it has its values already: it was left in the file.
+        in_place: Whether it has its values already: it was left in the file, or
+            copied as it is stored.
         reader: The rank that reads it for all ranks of a node, or None.
     """
 
@@ -62,11 +69,15 @@ class Destinations:
     Args:
         inventory: The model's slots.
         workspace: What changes the model.
+        source: Where the values come from.
     """
 
-    def __init__(self, inventory: Inventory, workspace: Workspace) -> None:
+    def __init__(
+        self, inventory: Inventory, workspace: Workspace, source: TensorSource
+    ) -> None:
         self._inventory = inventory
         self._workspace = workspace
+        self._source = source
         self._device = workspace.request.device
         self._mapped: dict[int, Any] = {}
         self.bytes_in_place = 0
@@ -138,6 +149,8 @@ class Destinations:
             return Destination(memory=local.detach(), region=_region(tensor))
         if _is_plain(type(tensor)):
             return Destination(memory=tensor.detach(), in_order=shared)
+        if copy_as_stored(self._source, load.pieces, tensor):
+            return Destination(memory=tensor.detach(), in_place=True)
         scratch = torch.empty(tensor.size(), dtype=tensor.dtype, device=self._device)
         return Destination(memory=scratch, done=lambda: _arrive(tensor, scratch))
 

@@ -52,7 +52,7 @@ class LoadingSession:
         self._infos: Mapping[str, TensorInfo] = source.tensors
         self._steps = steps
         self._options = options
-        self._destinations = Destinations(inventory, workspace)
+        self._destinations = Destinations(inventory, workspace, source)
         self._engine: Engine | None = None
         self._begun: list[tuple[Batch, list[Destination]]] = []
         self._finished = 0

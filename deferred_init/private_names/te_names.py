@@ -122,6 +122,11 @@ TE_NAMES = (
             "know which quantized tensors FSDP2 can cut",
             "sharded quantized weights are refused",
         ),
+        (
+            "Float8Tensor._fp8_dtype",
+            "copy stored bits only into the same format",
+            "none are told apart, and what another format has is copied",
+        ),
     ),
     *entries(
         "transformer_engine.pytorch.tensor.float8_blockwise_tensor",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+import sys
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +22,9 @@ __all__ = ["METADATA_NAME", "DcpFolder"]
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 2_000_000_000
+# A chunk is a file of `torch.save`, which begins with what describes the tensor.
+_SPECIAL = b"transformer_engine"
+_DESCRIPTION_BYTES = 4096
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -62,18 +67,53 @@ class DcpFolder:
         return self._tensors
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
-        """Read a whole tensor and return rows of it."""
-        from torch.distributed.checkpoint.state_dict_loader import load
+        """Read a whole tensor and return rows of it.
 
+        Raises:
+            OSError: It cannot be read, or a file was written to meanwhile.
+        """
         info = self._tensors[key]
         whole = torch.empty(info.shape, dtype=info.dtype, device="cpu")
-        with warnings.catch_warnings():
-            # That there is one process is what is asked for, not news.
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            load({key: whole}, storage_reader=self._reader, no_dist=True)
+        self._load(key, whole)
+        self._check_unchanged()
+        return whole[start:stop] if whole.ndim else whole
+
+    def _check_unchanged(self) -> None:
         for file in self._files:
             file.check_unchanged()
-        return whole[start:stop] if whole.ndim else whole
+
+    def _load(self, key: str, whole: Tensor) -> None:
+        from torch.distributed.checkpoint.api import CheckpointException
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        try:
+            with warnings.catch_warnings():
+                # That there is one process is what is asked for, not news.
+                warnings.filterwarnings("ignore", "torch.distributed is disabled")
+                load({key: whole}, storage_reader=self._reader, no_dist=True)
+        except CheckpointException as error:  # which is no Exception
+            raise OSError(f"{self.name}: `{key}`: {_reason(error)}") from error
+
+    def as_stored(self, key: str) -> Tensor | None:
+        """Return a tensor of Transformer Engine's classes whole; None for others.
+
+        The metadata has only the dtype that such a tensor pretends to have, so the
+        chunk's own description is looked at. Of several chunks each has but a part.
+        """
+        infos = self._metadata.storage_data.items()
+        chunks = [info for index, info in infos if index.fqn == key]
+        if len(chunks) != 1 or getattr(chunks[0], "transform_descriptors", None):
+            return None
+        [chunk] = chunks
+        with (Path(self.name) / chunk.relative_path).open("rb") as file:
+            file.seek(chunk.offset)
+            if _SPECIAL not in file.read(min(chunk.length, _DESCRIPTION_BYTES)):
+                return None
+            file.seek(chunk.offset)
+            content = io.BytesIO(file.read(chunk.length))
+        self._check_unchanged()
+        found = torch.load(content, map_location="cpu", weights_only=True)
+        return found if isinstance(found, Tensor) else None
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -90,6 +130,17 @@ class _MetadataUnpickler(pickle.Unpickler):
         if names is None and getattr(found, "__module__", None) != module:
             raise pickle.UnpicklingError(f"it names {module}.{name}")
         return found
+
+
+def _reason(error: Any) -> str:
+    """Say in one line why DCP could not read a tensor."""
+    text = " ".join(str(cause) for cause, _ in error.failures.values())
+    if "transformer_engine" in text and "transformer_engine" not in sys.modules:
+        return (
+            "it is stored as a tensor of Transformer Engine, whose classes torch reads "
+            "once they are known: import transformer_engine.pytorch before"
+        )
+    return text.strip().splitlines()[0][:300] if text.strip() else "it cannot be read"
 
 
 def _read_metadata(path: Path) -> Any:

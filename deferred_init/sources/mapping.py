@@ -64,6 +64,11 @@ class MappingSource:
         value = self._values[key]
         return value[start:stop] if value.ndim else value
 
+    def as_stored(self, key: str) -> Tensor | None:
+        """Return a tensor of a special class whole; None for an ordinary one."""
+        value = self._values[key]
+        return None if _is_plain(value) else value
+
 
 def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
     """Return the tensors of nested mappings by dotted name.
@@ -81,9 +86,12 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
 
 
 def _describe(key: str, value: Tensor) -> TensorInfo:
-    plain = type(value).__torch_dispatch__ is Tensor.__torch_dispatch__
-    as_is = plain and not (value.is_conj() or value.is_neg())
+    as_is = _is_plain(value) and not (value.is_conj() or value.is_neg())
     extent = None
     if as_is and value.device.type == "cpu" and value.is_contiguous():
         extent = Extent(file=TensorBytes(f"`{key}`", value), offset=0)
     return TensorInfo(shape=tuple(value.shape), dtype=value.dtype, extent=extent)
+
+
+def _is_plain(value: Tensor) -> bool:
+    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -33,7 +33,7 @@ else:
     _NO_TE = ""
 _NO_GPU = "" if torch.cuda.is_available() else "torch finds no CUDA device"
 
-collect_ignore = ["te_models.py"]
+collect_ignore = ["te_checkpoints.py", "te_models.py"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -101,3 +101,14 @@ def test_a_dcp_folder_with_missing_or_cut_files_is_refused(tmp_path: Path) -> No
         di.PlanError, match=r"1 of 1 files are not there: `__0_0\.distcp`"
     ):
         open_source(folder)
+
+
+def test_a_chunk_of_a_dcp_folder_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    """What DCP raises then is no Exception, and would pass every handler of them."""
+    folder = save_dcp(tmp_path / "dcp")
+    [file] = folder.glob("*.distcp")
+    file.write_bytes(b"\0" * file.stat().st_size)
+    model = torch.nn.ParameterDict({"a": torch.empty(3, device="meta")})
+    with pytest.raises(di.MaterializeError, match=r"`a`"):
+        di.materialize(model, "cpu", weights=folder)
+    assert model["a"].is_meta
