@@ -67,26 +67,47 @@ class Clock:
 
 
 @contextmanager
-def turn(lock: Path | None) -> Iterator[None]:
-    """Let one process at a time measure, of those that name the same file."""
+def turn(lock: Path | None, *, shared: bool = False) -> Iterator[None]:
+    """Let one process at a time measure, of those that name the same file.
+
+    Those that take a shared turn run side by side, while nobody measures.
+    """
     if lock is None:
         yield
         return
     with lock.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_SH if shared else fcntl.LOCK_EX)
         yield
 
 
 def values_of(model: nn.Module) -> str:
-    """Hash the sum of the bits of each parameter, in order; those of this rank."""
+    """Hash names and bits of all parameters, in order; those of this rank."""
     made = hashlib.sha256()
     for name, parameter in model.named_parameters():
         local = parameter.detach()
         local = local.to_local() if hasattr(local, "to_local") else local
-        bits = local.contiguous().view(torch.uint8).view(-1, local.element_size())
-        sums = bits.sum(0, dtype=torch.int64).tolist()
-        made.update(f"{name.replace('_orig_mod.', '')} {sums}\n".encode())
+        made.update(f"{name.replace('_orig_mod.', '')} {checksum(local)}\n".encode())
     return made.hexdigest()[:16]
+
+
+def checksum(tensor: torch.Tensor, chunk: int = 2**24) -> int:
+    """Add up a tensor's words, each times an odd number that its place gives.
+
+    Integers of 64 bits that wrap: the same on every device, in whatever order they are
+    added, and another one where two elements have changed places.
+    """
+    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    flat = tensor.contiguous().flatten().view(words[tensor.element_size()])
+    total = 0
+    for start in range(0, flat.numel(), chunk):
+        part = flat[start : start + chunk].to(torch.int64)
+        places = torch.arange(start, start + part.numel(), device=part.device)
+        total += int((part * (places * _SPREAD | 1)).sum())
+    return total % 2**64
+
+
+# The golden ratio's fraction in 64 bits, made even so that `| 1` is the last bit.
+_SPREAD = 0x9E3779B97F4A7C14 - 2**64
 
 
 def versions() -> dict[str, str]:

@@ -7,10 +7,13 @@
 A row is one way to make the model, in one recipe, on one device or under FSDP2 with
 one rank; see `accelerate_script.py`. Each sharding is one process, and they take turns;
 what accelerate constructs on the CPU is constructed once, meanwhile, by another one.
-Seconds are those of a process in which a small model was trained the same way before;
-host memory is what `build` and `prepare` add at most. Initial values, losses and
-trained values of `deferred` and `eager` have to be the same bits; the exit code says
-so. A case that fails, or that is not reached in time, is a row that says so.
+Seconds are those of a process which has warmed up: it has trained a model of one layer
+in every way and recipe before the first row. Host memory is what `build` and `prepare`
+add at most. Initial values, losses and trained values of `deferred` and `eager` have to
+be the same bits; the exit code says so. `eager_again` is the control: where it differs
+from `eager`, the training does not repeat itself, whoever made the model. A case that
+fails, or that is not reached in time, is a row that says so; a row is printed and kept
+as soon as it is there, accelerate's own, which take long, last.
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ CONFIGS = {
     "one": ROOT / "examples" / "accelerate" / "single.yaml",
     "fsdp2": ROOT / "examples" / "accelerate" / "fsdp2.yaml",
 }
-WAYS = ("deferred", "eager", "accelerate")
+WAYS = ("deferred", "eager", "eager_again", "accelerate")
 RECIPES = ("bf16", "fp8_delayed", "fp8_current", "fp8_block")
 OF_ACCELERATE = ("bf16", "fp8_delayed")  # of Hopper's recipes it knows one
 Row = dict[str, Any]
@@ -47,12 +50,8 @@ class Launch:
         self, sharding: str, options: argparse.Namespace, folder: Path, rows: list[Row]
     ) -> None:
         self._sharding, self._options, self._rows = sharding, options, rows
-        self._missing = [
-            (way, recipe)
-            for way in options.way
-            for recipe in options.recipe
-            if way != "accelerate" or recipe in OF_ACCELERATE
-        ]
+        self._missing = cases_of(options)
+        self._started = time.monotonic()
         self._process = subprocess.Popen(
             self._command(folder),
             stdout=subprocess.PIPE,
@@ -80,6 +79,7 @@ class Launch:
         for line in self._process.stdout:
             if line.startswith('{"way"'):
                 row = {"sharding": self._sharding, **json.loads(line)}
+                row["at_s"] = round(time.monotonic() - self._started, 1)
                 self._missing.remove((row["way"], row["recipe"]))
                 self._add(row)
             else:
@@ -104,6 +104,16 @@ class Launch:
             tied = not self._options.untied
             row = {"sharding": self._sharding, "way": way, "recipe": recipe}
             self._add({**row, "tied": tied, "error": end})
+
+
+def cases_of(options: argparse.Namespace) -> list[tuple[str, str]]:
+    """Return ways and recipes; those that are compared follow one another."""
+    ours = [way for way in options.way if way != "accelerate"]
+    cases = [(way, recipe) for recipe in options.recipe for way in ours]
+    if "accelerate" in options.way:
+        known = [recipe for recipe in options.recipe if recipe in OF_ACCELERATE]
+        cases += [("accelerate", recipe) for recipe in known]
+    return cases
 
 
 def end_all(process: subprocess.Popen[str]) -> None:
@@ -192,8 +202,10 @@ def differences(rows: list[Row]) -> list[str]:
             case = (row["recipe"], row["sharding"], row["tied"])
             bits.setdefault(case, {})[row["way"]] = row["bits"]
     for case, found in bits.items():
-        if len(found) == 2 and found["deferred"] != found["eager"]:
-            problems.append(f"{case}: deferred and eager differ: {found}")
+        for one, other in (("deferred", "eager"), ("eager", "eager_again")):
+            if {one, other} <= found.keys() and found[one] != found[other]:
+                differ = {one: found[one], other: found[other]}
+                problems.append(f"{case}: {one} and {other} differ: {differ}")
     return problems
 
 

@@ -18,6 +18,7 @@ RunScript = Callable[..., str]
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
+WAYS = ("deferred", "eager", "eager_again", "accelerate")
 TABLE = (
     *("benchmarks/accelerate_table.py", "--sharding", "one", "--shape", "tiny"),
     *("--config", "examples/accelerate/cpu.yaml", "--precision", "no"),
@@ -30,7 +31,7 @@ def test_all_ways_to_make_the_model_have_the_same_bits(
     file = tmp_path / "rows.json"
     printed = run_script(*TABLE, "--recipe", "bf16", "--json", str(file))
     rows = json.loads(file.read_text())
-    assert [row["way"] for row in rows] == ["deferred", "eager", "accelerate"]
+    assert [row["way"] for row in rows] == list(WAYS)
     assert len({tuple(row["bits"]) for row in rows}) == 1
     assert all(row["trained"] == row["tensors"] == 20 for row in rows)
     assert printed.splitlines()[-1] == "deferred and eager: the same bits"
@@ -49,7 +50,7 @@ def test_under_fsdp2_all_ways_have_the_same_bits_too(
         environment={"PYTHONPATH": path},
     )
     rows = json.loads(file.read_text())
-    assert [row["way"] for row in rows] == ["deferred", "eager", "accelerate"]
+    assert [row["way"] for row in rows] == list(WAYS)
     assert len({tuple(row["bits"]) for row in rows}) == 1
     assert all(row["trained"] == row["tensors"] == 20 for row in rows)
 
@@ -84,7 +85,52 @@ def test_what_was_not_reached_is_a_row_that_says_so(
     cases = ("--recipe", "fp8_current", "--json", str(file), "--limit-s", "0.5")
     printed = run_script(*TABLE, *cases, status=1)
     rows = json.loads(file.read_text())
-    assert [row["error"] for row in rows] == ["not reached within 0.5 s"] * 2
-    assert (
-        printed.splitlines()[-1] == "fp8_current, one, eager: not reached within 0.5 s"
-    )
+    assert [row["error"] for row in rows] == ["not reached within 0.5 s"] * 3
+    last = "fp8_current, one, eager_again: not reached within 0.5 s"
+    assert printed.splitlines()[-1] == last
+
+
+def test_a_row_that_differs_is_named_and_so_is_training_that_does_not_repeat() -> None:
+    from benchmarks.accelerate_table import differences
+
+    def rows(deferred: str, eager: str, again: str) -> list[dict[str, object]]:
+        case = {"recipe": "bf16", "sharding": "one", "tied": True}
+        found = {"deferred": deferred, "eager": eager, "eager_again": again}
+        return [{**case, "way": way, "bits": [bits]} for way, bits in found.items()]
+
+    case = "('bf16', 'one', True)"
+    assert differences(rows("a", "a", "a")) == []
+    assert differences(rows("b", "a", "a")) == [
+        f"{case}: deferred and eager differ: {{'deferred': ['b'], 'eager': ['a']}}"
+    ]
+    assert [line.split(" differ")[0] for line in differences(rows("a", "a", "b"))] == [
+        f"{case}: eager and eager_again"
+    ]
+
+
+def test_what_is_compared_runs_together_and_accelerate_s_own_last() -> None:
+    from argparse import Namespace
+
+    from benchmarks.accelerate_table import cases_of
+
+    recipes = ["bf16", "fp8_current", "fp8_delayed"]
+    assert cases_of(Namespace(way=WAYS, recipe=recipes)) == [
+        *((way, recipe) for recipe in recipes for way in WAYS[:3]),
+        ("accelerate", "bf16"),
+        ("accelerate", "fp8_delayed"),
+    ]
+
+
+def test_the_checksum_of_values_sees_one_bit_and_two_elements_that_swapped() -> None:
+    import torch
+
+    from benchmarks.accelerate_meters import checksum
+
+    values = torch.arange(1000.0)
+    swapped, flipped = values.clone(), values.clone()
+    swapped[[3, 900]] = values[[900, 3]]
+    flipped.view(torch.int32)[500] ^= 1
+    assert checksum(values) == checksum(values.clone(), chunk=7)
+    found = (values, swapped, flipped, values[:-1], values.reshape(10, 100).t())
+    assert len({checksum(tensor) for tensor in found}) == len(found)
+    assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
