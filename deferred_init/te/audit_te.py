@@ -194,15 +194,27 @@ def _quantizer(
         if place < len(known):
             expected = known[place]
     found = vars(param).get("_quantizer")
-    if expected is None or found is None or type(expected) is type(found):
+    if expected is None or found is None:
+        return
+    wanted, has = _way(expected), _way(found)
+    if wanted == has:
         return
     yield Finding(
         code="te-quantizer-mismatch",
         fqn=where,
-        message=f"expected a weight quantized by the module's recipe "
-        f"({type(expected).__name__}), found one made by {type(found).__name__}; "
-        "materialize with the recipe that the module trains with",
+        message=f"expected a weight quantized by the module's recipe ({wanted}), found "
+        f"one made by {has}; materialize with the recipe that the module trains with",
     )
+
+
+def _way(quantizer: Any) -> str:
+    """Name a quantizer with what decides how its bits are to be read."""
+    found = type(quantizer).__name__
+    number = getattr(quantizer, "dtype", None)
+    if number is not None:
+        found += f", {getattr(number, 'name', number)}"
+    dim = getattr(quantizer, "block_scaling_dim", None)
+    return found if dim is None else f"{found}, blocks of {dim}D"
 
 
 def _num_different(cached: Sequence[Tensor], actual: Sequence[Tensor | None]) -> int:

@@ -11,6 +11,7 @@ somebody else may hold is also put right in place.
 
 from __future__ import annotations
 
+import collections
 import enum
 import functools
 import logging
@@ -91,7 +92,8 @@ def _is_of_te(kind: type) -> bool:
 def find_fusers(roots: Iterable[Any]) -> Iterator[OperationFuser]:
     """Yield every fuser reachable from modules and holders, each once.
 
-    Looks into attributes, lists, dicts, sets, closures, partials and bound methods.
+    Looks into attributes, slots, lists, deques, dicts, sets, closures, defaults,
+    partials and bound methods.
     """
     seen: set[int] = set()
     level = list(roots)
@@ -126,7 +128,7 @@ def _parts(value: Any) -> Iterable[Any]:
         return [part for name, part in vars(value).items() if name not in _SKIPPED]
     if isinstance(value, types.FunctionType):
         return [*_cells(value), value.__defaults__, value.__kwdefaults__]
-    if isinstance(value, (list, tuple, set, frozenset)):
+    if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return list(value)
     if isinstance(value, Mapping):
         return list(value.values())
@@ -135,8 +137,24 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, types.MethodType):
         return (value.__self__,)
     if not type(value).__module__.startswith("torch."):
-        return list(getattr(value, "__dict__", {}).values())
+        return [*getattr(value, "__dict__", {}).values(), *_in_slots(value)]
     return ()
+
+
+def _in_slots(value: Any) -> Iterator[Any]:
+    """Yield what an object keeps in `__slots__`, without calling its properties."""
+    kind: Any = type(value)
+    for slot in _slots_of(kind):
+        try:
+            yield slot.__get__(value)
+        except AttributeError:  # not set
+            continue
+
+
+@functools.lru_cache(maxsize=_MAX_TYPES)
+def _slots_of(kind: type) -> tuple[types.MemberDescriptorType, ...]:
+    members = (member for base in kind.__mro__ for member in vars(base).values())
+    return tuple(m for m in members if isinstance(m, types.MemberDescriptorType))
 
 
 def _cells(function: types.FunctionType) -> Iterator[Any]:

@@ -10,6 +10,7 @@ from te_models import BF16, RECIPES, WIDTH, assert_same_parameters, autocast, sa
 from torch import nn
 
 import deferred_init as di
+from deferred_init.te.probe import is_quantized
 
 te = pytest.importorskip("transformer_engine.pytorch")
 pytestmark = [pytest.mark.gpu, pytest.mark.te]
@@ -130,6 +131,26 @@ def test_high_precision_values_are_kept_on_the_final_parameter() -> None:
     assert torch.equal(kept, twin.weight.get_high_precision_init_val())
     weight.clear_high_precision_init_val()
     assert weight.get_high_precision_init_val() is None
+
+
+def test_ops_say_that_they_have_no_place_for_values_from_before_quantization() -> None:
+    recipe = di.Recipe(
+        name="test",
+        te_recipe=di.Recipe.load("fp8_current").te_recipe,
+        quantize_weights=True,
+        keep_high_precision_init=True,
+    )
+    model = te.ops.Sequential(te.ops.BasicLinear(WIDTH, WIDTH, device="meta"))
+    report = di.materialize(model, "cuda", recipe, seed=0)
+    told = "`0`: Transformer Engine's ops do not keep the values from before"
+    assert any(note.startswith(told) for note in report.notes)
+    with te.quantized_model_init(
+        recipe=RECIPES["current"](), preserve_high_precision_init_val=True
+    ):
+        twin = te.ops.BasicLinear(WIDTH, WIDTH, device="cuda")
+    for weight in (model[0].weight, twin.weight):
+        assert is_quantized(weight)
+        assert not hasattr(weight, "_high_precision_init_val")
 
 
 @pytest.mark.skipif(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -177,6 +178,25 @@ def test_a_quantizer_of_another_recipe_than_asked_is_found(te: Any, owner: str) 
     assert [f for f in found if f[0] != "deferred-tensor"] == [
         ("te-quantizer-mismatch", last)
     ]
+
+
+@pytest.mark.parametrize("field", ["dtype", "block_scaling_dim"])
+def test_a_quantizer_of_the_same_class_in_another_format_is_found(
+    te: Any, field: str
+) -> None:
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    with on_meta(), te.quantized_model_init(recipe=Float8BlockScaling()):
+        model = te.Linear(SIZE, SIZE, bias=False)
+    right = _bytes(SIZE, SIZE).mT.contiguous()
+    model._parameters["weight"] = nn.Parameter(_block(te, right))
+    assert "te-quantizer-mismatch" not in _codes(model)
+    other = {"dtype": te.DType.kFloat8E5M2, "block_scaling_dim": 1}
+    setattr(model.weight._quantizer, field, other[field])
+    [finding] = [f for f in di.audit(model).findings if f.code.startswith("te-")]
+    assert finding.code == "te-quantizer-mismatch"
+    named = {"dtype": "E4M3.*E5M2", "block_scaling_dim": "blocks of 2D.*blocks of 1D"}
+    assert re.search(named[field], finding.message), finding.message
 
 
 def test_module_groups_built_on_old_parameters_are_found(te: Any) -> None:

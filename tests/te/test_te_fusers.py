@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 from typing import Any
 
@@ -47,7 +48,19 @@ def test_a_sequential_builds_its_fusers_anew(te: Any) -> None:
     assert not any(param.is_meta for param in fuser._flat_basic_op_params)
 
 
-@pytest.mark.parametrize("where", ["attribute", "list", "dict", "closure", "partial"])
+class _Slotted:
+    """Somebody's object that has no `__dict__`."""
+
+    __slots__ = ("__weakref__", "fuser", "unset")
+
+    def __init__(self, fuser: Any) -> None:
+        self.fuser = fuser
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["attribute", "list", "dict", "deque", "slots", "closure", "default", "partial"],
+)
 def test_fusers_that_somebody_holds_are_put_right(te: Any, where: str) -> None:
     model = te.ops.Sequential(
         te.ops.GroupedLinear(2, 4, 4, device="meta", single_grouped_weight=True)
@@ -62,8 +75,14 @@ def test_fusers_that_somebody_holds_are_put_right(te: Any, where: str) -> None:
         holders = [[fuser]]
     elif where == "dict":
         holders = [{"fuser": fuser}]
+    elif where == "deque":
+        holders = [collections.deque([fuser])]
+    elif where == "slots":
+        holders = [_Slotted(fuser)]
     elif where == "closure":
         holders = [lambda x: fuser(x)]
+    elif where == "default":
+        holders = [lambda x, mine=fuser: mine(x)]
     else:
         holders = [functools.partial(fuser)]
     assert di.materialize(model, "cpu", seed=0, holders=holders).ok
