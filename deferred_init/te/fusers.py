@@ -127,7 +127,8 @@ def _parts(value: Any) -> Iterable[Any]:
     if isinstance(value, nn.Module):
         return [part for name, part in vars(value).items() if name not in _SKIPPED]
     if isinstance(value, types.FunctionType):
-        return [*_cells(value), value.__defaults__, value.__kwdefaults__]
+        defaults = (value.__defaults__, value.__kwdefaults__)
+        return [*_cells(value), *defaults, *vars(value).values()]
     if isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         return list(value)
     if isinstance(value, Mapping):

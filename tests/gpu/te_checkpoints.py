@@ -99,7 +99,12 @@ Load = Callable[[nn.Module, AdamW, Path, Any], None]
 
 
 def resume(
-    make: Make, te_recipe: Any, save: Save, load: Load, folder: Path
+    make: Make,
+    te_recipe: Any,
+    save: Save,
+    load: Load,
+    folder: Path,
+    optimizer_for: Callable[[nn.Module], Any] = optimizer_of,
 ) -> tuple[str, list[Tensor]]:
     """Train, save and go on; load into another model and go on there.
 
@@ -107,14 +112,14 @@ def resume(
         How it went, and everything seen after loading.
     """
     model = make(0)
-    optimizer = optimizer_of(model)
+    optimizer = optimizer_for(model)
     try:
         train_on(model, optimizer, te_recipe, range(2))
         save(model, optimizer, folder)
         expected = train_on(model, optimizer, te_recipe, range(2, 4))
         fp8_state_manager().reset()
         other = make(1)
-        its_optimizer = optimizer_of(other)
+        its_optimizer = optimizer_for(other)
         load(other, its_optimizer, folder, te_recipe)
         seen = train_on(other, its_optimizer, te_recipe, range(2, 4))
     except FAILURES as error:

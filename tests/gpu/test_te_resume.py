@@ -31,9 +31,10 @@ from te_checkpoints import (
 from te_models import RECIPES, forward_backward, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
-pytest.importorskip("transformer_engine.pytorch")
+te = pytest.importorskip("transformer_engine.pytorch")
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.te,
@@ -62,7 +63,14 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE", "1")
 
 
+def _states(optimizer: AdamW) -> list[dict[str, Any]]:
+    found = list(optimizer.state.values())
+    assert found
+    return found
+
+
 def _save_with_dcp(model: nn.Module, optimizer: AdamW, folder: Path) -> None:
+    assert all(isinstance(state["exp_avg"], DTensor) for state in _states(optimizer))
     weights, states = get_state_dict(model, optimizer)
     dcp.save({"model": weights, "optimizer": states}, checkpoint_id=folder)
 
@@ -131,6 +139,26 @@ def test_a_model_that_was_saved_resumes_bit_for_bit(
     how, seen = resume(ours, te_recipe, *STORES[store], tmp_path / "ours")
     theirs = eager(kind, te_recipe, sharded=sharded)
     eagerly, expected = resume(theirs, te_recipe, *STORES[store], tmp_path / "theirs")
+    record_property("eager", eagerly)
+    assert how == eagerly
+    assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))
+    assert how == EXACT
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_master_weights_of_fused_adam_resume_with_the_shards(
+    recipe: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    te_recipe = RECIPES[recipe]()
+
+    def fused(model: nn.Module) -> Any:
+        return te.optimizers.FusedAdam(model.parameters(), lr=1e-2, master_weights=True)
+
+    store = STORES["state_dict"]
+    ours = from_meta("modules", te_recipe, sharded=True)
+    how, seen = resume(ours, te_recipe, *store, tmp_path / "ours", fused)
+    theirs = eager("modules", te_recipe, sharded=True)
+    eagerly, expected = resume(theirs, te_recipe, *store, tmp_path / "theirs", fused)
     record_property("eager", eagerly)
     assert how == eagerly
     assert all(torch.equal(a, b) for a, b in zip(seen, expected, strict=True))

@@ -59,7 +59,10 @@ class _Slotted:
 
 @pytest.mark.parametrize(
     "where",
-    ["attribute", "list", "dict", "deque", "slots", "closure", "default", "partial"],
+    [
+        *("attribute", "list", "dict", "deque", "slots"),
+        *("closure", "default", "wrapped", "partial"),
+    ],
 )
 def test_fusers_that_somebody_holds_are_put_right(te: Any, where: str) -> None:
     model = te.ops.Sequential(
@@ -83,6 +86,9 @@ def test_fusers_that_somebody_holds_are_put_right(te: Any, where: str) -> None:
         holders = [lambda x: fuser(x)]
     elif where == "default":
         holders = [lambda x, mine=fuser: mine(x)]
+    elif where == "wrapped":
+        wrapper = functools.wraps(lambda x: fuser(x))(lambda x: None)
+        holders = [wrapper]
     else:
         holders = [functools.partial(fuser)]
     assert di.materialize(model, "cpu", seed=0, holders=holders).ok
