@@ -10,6 +10,7 @@ new modules are built before the first is put in its place.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
@@ -42,6 +43,10 @@ _HOOKS = (
     "_forward_pre_hooks_with_kwargs",
     "_backward_hooks",
     "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
 )
 
 
@@ -220,7 +225,14 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     new.train(old.training)
     held = vars(new)
     for name in _HOOKS:
-        held[name].update(vars(old)[name])
+        # The very table, which the handles that remove its hooks point to.
+        table = vars(old)[name]
+        table.update(held[name])
+        held[name] = table
+    for hook in held["_load_state_dict_pre_hooks"].values():
+        if getattr(hook, "with_module", False):
+            hook.module = weakref.ref(new)
+    held["_is_full_backward_hook"] = vars(old)["_is_full_backward_hook"]
     for name, value in vars(old).items():
         if name not in held and not isinstance(value, torch.Tensor):
             held[name] = value

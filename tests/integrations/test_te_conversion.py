@@ -173,13 +173,65 @@ def test_subclasses_and_norms_without_bias_are_left_alone() -> None:
 
 
 @needs_te
-def test_hooks_and_shared_layers_survive() -> None:
+def test_shared_layers_survive() -> None:
     shared = nn.Linear(16, 16)
-    shared.register_forward_hook(lambda *_: None)
     model = nn.ModuleList([shared, nn.ReLU(), shared])
     convert_to_te(model)
+    assert isinstance(model[0], te.Linear)
     assert model[0] is model[2]
-    assert len(model[0]._forward_hooks) == 1
+
+
+@needs_te
+def test_hooks_of_every_kind_survive_and_their_handles_still_remove_them() -> None:
+    called: list[str] = []
+
+    def hook(name: str) -> Any:
+        return lambda *_: called.append(name)
+
+    old: Any = nn.LayerNorm(16)
+    handles = [
+        old.register_forward_hook(hook("forward")),
+        old.register_forward_pre_hook(hook("forward_pre")),
+        old.register_full_backward_hook(hook("backward")),
+        old.register_full_backward_pre_hook(hook("backward_pre")),
+        old.register_state_dict_pre_hook(hook("state_dict_pre")),
+        old.register_state_dict_post_hook(hook("state_dict")),
+        old.register_load_state_dict_pre_hook(hook("load_pre")),
+        old.register_load_state_dict_post_hook(hook("load_post")),
+    ]
+    model = nn.Sequential(old)
+    convert_to_te(model)
+    new: Any = model[0]
+    # What it computes is not the question, and needs a GPU.
+    vars(new)["forward"] = lambda x: x * new.weight
+
+    def use() -> None:
+        x = torch.ones(2, 16, requires_grad=True)
+        new(x).sum().backward()
+        model.load_state_dict(model.state_dict())
+
+    use()
+    assert called == [
+        *("forward_pre", "forward", "backward_pre", "backward"),
+        *("state_dict_pre", "state_dict", "load_pre", "load_post"),
+    ]
+    for handle in handles:
+        handle.remove()
+    called.clear()
+    use()
+    assert called == []
+
+
+@needs_te
+def test_a_loading_hook_is_handed_the_converted_layer() -> None:
+    seen: list[Any] = []
+    old: Any = nn.Linear(16, 16)
+    old.register_load_state_dict_pre_hook(lambda module, *_: seen.append(module))
+    model = nn.Sequential(old)
+    del old
+    convert_to_te(model)
+    model.load_state_dict(model.state_dict(), strict=False)
+    assert seen == [model[0]]
 
 
 @needs_te
