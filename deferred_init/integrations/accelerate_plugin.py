@@ -84,6 +84,7 @@ class _DeferredPrepare:
             return here.shard_then_materialize(go_on, args, device_placement)
         elif here.kind == "fsdp1":
             here.plan()
+            compute(models, self._deferred_init)
             with _materialized_by_unit(self):
                 return go_on(*args, device_placement=device_placement)
         else:

@@ -186,7 +186,10 @@ def converted(accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str,
     held = {id(p) for g in optimizer.param_groups for p in g["params"]}
     trained = [p for p in model.parameters() if p.requires_grad]
     return {
-        "start": digest(dict(bare.named_parameters(remove_duplicate=False))),
+        "start": values(accelerator, model)
+        if isinstance(model, FullyShardedDataParallel)
+        else digest(dict(bare.named_parameters(remove_duplicate=False))),
+        "computes": hasattr(bare.forward, "_deferred_init_bare"),
         "tied": model_head(model) is model_embedding(model),
         "classes": sorted({type(p).__name__ for p in model.parameters()}),
         "layers": sum(
