@@ -78,7 +78,7 @@ def fill_optimizer_state(optimizers: Sequence[Optimizer], on_undo: Undo) -> list
                 for key, value in state.items():
                     if isinstance(value, Tensor) and is_deferred(value):
                         on_undo(restorer(state, key, value))
-                        state[key] = _constructor_state(group, param, key)
+                        state[key] = _constructor_state(group, param, key, value)
                         made.append(f"{type(optimizer).__name__}.state[...][{key!r}]")
     return list(dict.fromkeys(made))
 
@@ -120,9 +120,12 @@ def _is_constructor_state(optimizer: Optimizer, key: str) -> bool:
     return isinstance(optimizer, torch.optim.Adagrad) and key in ("sum", "step")
 
 
-def _constructor_state(group: dict[str, Any], param: Tensor, key: str) -> Tensor:
+def _constructor_state(
+    group: dict[str, Any], param: Tensor, key: str, deferred: Tensor
+) -> Tensor:
     if key == "step":
-        return torch.tensor(0.0, dtype=torch.get_default_dtype(), device="cpu")
+        device = param.device if group.get("fused") else torch.device("cpu")
+        return torch.zeros((), dtype=deferred.dtype, device=device)
     start = float(group["initial_accumulator_value"])
     value = complex(start, start) if param.is_complex() else start
     return torch.full_like(param, value, memory_format=torch.preserve_format)

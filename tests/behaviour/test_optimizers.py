@@ -116,6 +116,32 @@ def test_an_optimizer_built_before_makes_the_steps_of_one_built_after(
         assert torch.equal(ours, theirs) if isinstance(ours, Tensor) else ours == theirs
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_adagrads_step_has_the_dtype_that_torch_gives_it(
+    fused: bool, dtype: torch.dtype
+) -> None:
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = nn.Linear(2, 2)
+        return model, torch.optim.Adagrad(model.parameters(), fused=fused)
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        expected, reference = build()
+        with torch.device("meta"):
+            model, optimizer = build()
+        di.materialize(model, "cpu", optimizers=[optimizer])
+    finally:
+        torch.set_default_dtype(before)
+    for one, other in zip(model.parameters(), expected.parameters(), strict=True):
+        made, wanted = optimizer.state[one], reference.state[other]
+        assert {k: v.dtype for k, v in made.items()} == {
+            k: v.dtype for k, v in wanted.items()
+        }
+        assert all(torch.equal(made[key], wanted[key]) for key in wanted)
+
+
 def test_state_that_adagrad_made_without_memory_is_what_eager_makes() -> None:
     expected = nn.Linear(3, 3)
     reference = torch.optim.Adagrad(expected.parameters(), initial_accumulator_value=2)
