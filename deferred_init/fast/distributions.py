@@ -62,7 +62,8 @@ class TruncatedNormal:
         if not (self.std > 0 and self.low < self.high):
             return False
         start, end = self._edges()
-        return start < _FARTHEST_EDGE and end > -_FARTHEST_EDGE
+        near = start < _FARTHEST_EDGE and end > -_FARTHEST_EDGE
+        return near and sum(_shares(start, end)) > 0.0
 
     def bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         """Return the least and the greatest value of a dtype that may come out."""
@@ -75,9 +76,9 @@ class TruncatedNormal:
         spread = self.std
         if end <= 0:  # all of it below the mean: mirrored
             start, end, spread = -end, -start, -spread
-        below = max(0.5 - _tail(-start), 0.0)
-        above = _tail(max(start, 0.0)) - _tail(end)
-        split = round(_WORDS * below / (below + above))
+        below, above = _shares(start, end)
+        # At least one word is of the side above, however narrow that is.
+        split = min(round(_WORDS * below / (below + above)), int(_WORDS) - 1)
         return Sides(
             spread=spread,
             split=split,
@@ -114,6 +115,14 @@ class Sides:
 
 
 Distribution = Normal | Uniform | TruncatedNormal
+
+
+def _shares(start: float, end: float) -> tuple[float, float]:
+    """The probabilities of what lies below the mean, and above, between two edges."""
+    if end <= 0:
+        start, end = -end, -start
+    below = max(0.5 - _tail(-start), 0.0)
+    return below, _tail(max(start, 0.0)) - _tail(end)
 
 
 def _tail(edge: float) -> float:

@@ -103,7 +103,7 @@ def _parameters(distribution: Distribution, dtype: torch.dtype) -> dict[str, Any
     return found | {
         "mean": distribution.mean,
         "spread": sides.spread,
-        "split": _signed(min(sides.split, 2**32 - 1)),
+        "split": _signed(sides.split),
         "below": sides.below,
         "below_step": sides.below_step,
         "above": sides.above,

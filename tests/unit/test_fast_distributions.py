@@ -166,6 +166,24 @@ def test_values_keep_to_their_bounds(dtype: torch.dtype) -> None:
         assert float(values.max()) <= high + 0.5
 
 
+@pytest.mark.parametrize(("low", "high"), [(-2.0, 1e-11), (-1e-11, 2.0)])
+def test_a_side_that_is_narrower_than_a_word_is_no_error(
+    low: float, high: float
+) -> None:
+    distribution = TruncatedNormal(0.0, 1.0, low, high)
+    assert distribution.supported
+    values = torch.empty(200_000)
+    fill(values, distribution, stream_key(0, "narrow", 0))
+    assert low <= float(values.min()) < float(values.max()) <= high
+    half = math.sqrt(2 / math.pi) * (1 - math.exp(-2)) / math.erf(math.sqrt(2))
+    assert abs(float(values.mean())) == pytest.approx(half, abs=5e-3)
+
+
+def test_bounds_between_which_there_is_no_probability_are_not_supported() -> None:
+    assert not TruncatedNormal(0.0, 1.0, 0.0, 1e-17).supported
+    assert TruncatedNormal(0.0, 1.0, 4.9, math.nextafter(4.9, 5.0)).supported
+
+
 def _correlation(first: torch.Tensor, second: torch.Tensor) -> float:
     """In units of its standard deviation."""
     a, b = first.double(), second.double()
