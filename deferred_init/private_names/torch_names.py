@@ -123,10 +123,19 @@ TORCH_NAMES = (
         ("nn.Module._forward_pre_hooks_with_kwargs", "carry hooks", _MODULE_HOOKS),
         ("nn.Module._backward_hooks", "compare and carry hooks", _MODULE_HOOKS),
         ("nn.Module._backward_pre_hooks", "compare and carry hooks", _MODULE_HOOKS),
-        ("nn.Module._state_dict_hooks", "compare hooks", _MODULE_HOOKS),
-        ("nn.Module._state_dict_pre_hooks", "compare hooks", _MODULE_HOOKS),
-        ("nn.Module._load_state_dict_pre_hooks", "compare hooks", _MODULE_HOOKS),
-        ("nn.Module._load_state_dict_post_hooks", "compare hooks", _MODULE_HOOKS),
+        ("nn.Module._is_full_backward_hook", "carry hooks", _MODULE_HOOKS),
+        ("nn.Module._state_dict_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        ("nn.Module._state_dict_pre_hooks", "compare and carry hooks", _MODULE_HOOKS),
+        (
+            "nn.Module._load_state_dict_pre_hooks",
+            "compare and carry hooks",
+            _MODULE_HOOKS,
+        ),
+        (
+            "nn.Module._load_state_dict_post_hooks",
+            "compare and carry hooks",
+            _MODULE_HOOKS,
+        ),
         (
             "nn.Module._load_from_state_dict",
             "tell a load from other in-place writes",
