@@ -169,7 +169,8 @@ def _problems_with_shards(
     return (
         f"{len(names)} tensors are stored quantized and are sharded already, so that "
         f"no values can be loaded into them: {listing(names)}. Load the weights before "
-        "`fully_shard`, or with a recipe that keeps weights in high precision",
+        "`fully_shard`, after `materialize` with `torch.distributed.checkpoint`, or "
+        "with a recipe that keeps weights in high precision",
     )
 
 

@@ -16,37 +16,44 @@ from torch import Tensor
 from deferred_init.sources.pieces import Piece
 from deferred_init.sources.protocol import TensorSource
 
-__all__ = ["copy_as_stored"]
+__all__ = ["copy_as_stored", "special_tensor"]
 
 
-def copy_as_stored(
-    source: TensorSource, pieces: Sequence[Piece], tensor: Tensor
-) -> bool:
-    """Copy a stored tensor into one of the same special class, as `copy_` does it.
+def special_tensor(source: TensorSource, pieces: Sequence[Piece]) -> Tensor | None:
+    """Return the tensor of a special class that one of the model's is all of, or None.
 
     Args:
         source: Where it is stored; one without a method `as_stored` has no such
             tensors.
-        pieces: What the tensor is made of.
+        pieces: What the model's tensor is made of.
+    """
+    read = getattr(source, "as_stored", None)
+    piece = pieces[0]
+    whole = len(pieces) == 1 and not piece.transposed
+    if read is None or not whole or piece.shape != piece.target_view:
+        return None
+    found: Tensor | None = read(piece.key)
+    return None if found is None or found.shape != piece.shape else found
+
+
+def copy_as_stored(stored: Tensor, tensor: Tensor) -> bool:
+    """Copy a stored tensor into one of the same special class, as `copy_` does it.
+
+    Args:
+        stored: What is stored, on any device.
         tensor: A tensor of a special class, with memory.
 
     Returns:
         Whether it was copied; else its values have to be read.
     """
-    read = getattr(source, "as_stored", None)
-    piece = pieces[0]
-    whole = len(pieces) == 1 and not piece.transposed and piece.shape == tensor.shape
-    if read is None or not whole:
+    if _format(stored) != _format(tensor):
         return False
-    stored: Tensor | None = read(piece.key)
-    if stored is None or _format(stored) != _format(tensor):
-        return False
-    stored = stored.to(tensor.device)
+    moved: Any = stored.to(tensor.device)
     with torch.no_grad():
-        tensor.copy_(stored)
+        tensor.copy_(moved)
     if hasattr(tensor, "_high_precision_init_val"):
         # Transformer Engine hands it to the optimizer as the master weight.
-        tensor._high_precision_init_val = stored.dequantize().cpu()
+        tensor._high_precision_init_val = moved.dequantize().cpu()
     return True
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from deferred_init.aliases import is_deferred
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.handlers.registry import allocator_for
-from deferred_init.loading.as_stored import copy_as_stored
+from deferred_init.loading.as_stored import copy_as_stored, special_tensor
 from deferred_init.loading.boxes import Segments
 from deferred_init.loading.matching import Load
 from deferred_init.poison import fill_poison
@@ -149,8 +149,15 @@ class Destinations:
             return Destination(memory=local.detach(), region=_region(tensor))
         if _is_plain(type(tensor)):
             return Destination(memory=tensor.detach(), in_order=shared)
-        if copy_as_stored(self._source, load.pieces, tensor):
+        stored = special_tensor(self._source, load.pieces)
+        if stored is not None and copy_as_stored(stored, tensor):
             return Destination(memory=tensor.detach(), in_place=True)
+        if stored is not None:
+            self._workspace.note(
+                f"weights: `{load.target.name}` is stored as {type(stored).__name__} "
+                f"of another format than the model's {type(tensor).__name__}, and its "
+                "values were quantized anew"
+            )
         scratch = torch.empty(tensor.size(), dtype=tensor.dtype, device=self._device)
         return Destination(memory=scratch, done=lambda: _arrive(tensor, scratch))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import pickle
 import sys
 import warnings
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from deferred_init.errors import PlanError, listing
 from deferred_init.sources.byte_files import LocalFile
+from deferred_init.sources.dcp_quantized import stored_quantized
 from deferred_init.sources.index import is_inside
 from deferred_init.sources.protocol import TensorInfo
 
@@ -22,9 +22,6 @@ __all__ = ["METADATA_NAME", "DcpFolder"]
 
 METADATA_NAME = ".metadata"
 _MAX_METADATA_BYTES = 2_000_000_000
-# A chunk is a file of `torch.save`, which begins with what describes the tensor.
-_SPECIAL = b"transformer_engine"
-_DESCRIPTION_BYTES = 4096
 _ALLOWED = {
     "torch.distributed.checkpoint.metadata": None,
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
@@ -95,25 +92,10 @@ class DcpFolder:
             raise OSError(f"{self.name}: `{key}`: {_reason(error)}") from error
 
     def as_stored(self, key: str) -> Tensor | None:
-        """Return a tensor of Transformer Engine's classes whole; None for others.
-
-        The metadata has only the dtype that such a tensor pretends to have, so the
-        chunk's own description is looked at. Of several chunks each has but a part.
-        """
-        infos = self._metadata.storage_data.items()
-        chunks = [info for index, info in infos if index.fqn == key]
-        if len(chunks) != 1 or getattr(chunks[0], "transform_descriptors", None):
-            return None
-        [chunk] = chunks
-        with (Path(self.name) / chunk.relative_path).open("rb") as file:
-            file.seek(chunk.offset)
-            if _SPECIAL not in file.read(min(chunk.length, _DESCRIPTION_BYTES)):
-                return None
-            file.seek(chunk.offset)
-            content = io.BytesIO(file.read(chunk.length))
+        """Return a tensor of Transformer Engine's classes whole; None for others."""
+        found = stored_quantized(Path(self.name), self._metadata, key)
         self._check_unchanged()
-        found = torch.load(content, map_location="cpu", weights_only=True)
-        return found if isinstance(found, Tensor) else None
+        return found
 
 
 class _MetadataUnpickler(pickle.Unpickler):

@@ -5,8 +5,10 @@ What needs a GPU, models that are trained and resumed, is in `tests/gpu`.
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
 import deferred_init as di
-from deferred_init.loading.as_stored import copy_as_stored
+from deferred_init.loading.as_stored import copy_as_stored, special_tensor
 from deferred_init.sources.dcp import DcpFolder
 from deferred_init.sources.mapping import MappingSource
 from deferred_init.sources.pieces import along, whole
@@ -69,7 +72,9 @@ def test_bits_and_scale_are_copied_where_the_model_keeps_the_same_format(
     stored, mine = _float8(0, 0.013), _float8(1, 1.0)
     source = _source(form, stored, tmp_path)
     held = mine._data
-    assert copy_as_stored(source, [whole("w", SHAPE)], mine)
+    found: Any = special_tensor(source, [whole("w", SHAPE)])
+    assert _same_bits(found, stored)
+    assert copy_as_stored(found, mine)
     assert _same_bits(mine, stored)
     assert mine._data is held
 
@@ -79,8 +84,9 @@ def test_nothing_is_copied_into_another_format_or_a_part(
     bare_te: Any, form: str, tmp_path: Path
 ) -> None:
     source = _source(form, _float8(0, 0.013), tmp_path)
+    found: Any = special_tensor(source, [whole("w", SHAPE)])
     for mine in (_float8(1, 1.0, e5m2=True), torch.zeros(SHAPE)):
-        assert not copy_as_stored(source, [whole("w", SHAPE)], mine)
+        assert not copy_as_stored(found, mine)
     half = along(
         "w",
         0,
@@ -90,9 +96,44 @@ def test_nothing_is_copied_into_another_format_or_a_part(
         target_at=0,
         length=8,
     )
-    mine = _float8(1, 1.0)
-    assert not copy_as_stored(source, [half, half], mine)
-    assert _same_bits(mine, _float8(1, 1.0))
+    assert special_tensor(source, [half, half]) is None
+    assert special_tensor(source, [half]) is None
+
+
+def _saved_in_shards(scales: tuple[float, float], folder: Path) -> list[Any]:
+    """Save two halves as two ranks do, each a chunk of one tensor."""
+    halves = [_float8(seed, scale) for seed, scale in enumerate(scales)]
+    dcp.save({f"w{i}": half for i, half in enumerate(halves)}, checkpoint_id=folder)
+    metadata = dcp.FileSystemReader(folder).read_metadata()
+    about = metadata.state_dict_metadata
+    rows, width = SHAPE
+    chunks, stored = [], {}
+    for index, info in metadata.storage_data.items():
+        start = torch.Size((rows * int(index.fqn[1:]), 0))
+        chunks.append(ChunkStorageMetadata(offsets=start, sizes=torch.Size(SHAPE)))
+        stored[MetadataIndex("w", start, len(chunks) - 1)] = info
+    about["w"] = replace(about["w0"], size=torch.Size((2 * rows, width)), chunks=chunks)
+    del about["w0"], about["w1"]
+    metadata.storage_data = stored
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    return halves
+
+
+def test_shards_that_share_a_scale_are_joined(bare_te: Any, tmp_path: Path) -> None:
+    one, two = _saved_in_shards((0.013, 0.013), tmp_path)
+    found: Any = DcpFolder(tmp_path).as_stored("w")
+    assert torch.equal(found._data, torch.cat([one._data, two._data]))
+    assert torch.equal(found._scale_inv, one._scale_inv)
+
+
+def test_shards_with_scales_of_their_own_are_read_by_value(
+    bare_te: Any, tmp_path: Path
+) -> None:
+    one, two = _saved_in_shards((0.013, 0.5), tmp_path)
+    source = DcpFolder(tmp_path)
+    assert source.as_stored("w") is None
+    values = torch.cat([one.dequantize(), two.dequantize()])
+    assert torch.equal(source.read("w", 0, 2 * SHAPE[0]), values)
 
 
 def test_ordinary_tensors_are_left_to_the_readers(bare_te: Any, tmp_path: Path) -> None:
