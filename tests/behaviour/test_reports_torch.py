@@ -262,7 +262,7 @@ def _() -> None:
     assert model.gamma.eq(1e-5).all()
 
 
-@row(50, "a reset method that the constructor does not call is reported")
+@row(50, "a reset method that the constructor does not call is reported, or not used")
 def _() -> None:
     class Reset(LayerScale):
         def reset_parameters(self) -> None:
@@ -270,6 +270,9 @@ def _() -> None:
 
     report = di.materialize(on_meta(Reset), "cpu")
     assert any("though it does not call it" in text for text in report.assumptions)
+    model = di.deferred_init(Reset)
+    assert di.materialize(model, "cpu").ok
+    assert torch.equal(model.gamma, Reset().gamma)
 
 
 @row(53, "values, not only statistics, are those of eager construction")

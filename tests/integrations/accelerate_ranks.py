@@ -77,6 +77,13 @@ def values(accelerator: Accelerator, model: Any) -> str:
     return digest(accelerator.get_state_dict(model))
 
 
+def names(accelerator: Accelerator, model: Any) -> list[str]:
+    """Return the names under which accelerate keeps a model's values."""
+    if isinstance(model, FullyShardedDataParallel):
+        return []  # see `values`
+    return sorted(accelerator.get_state_dict(model))
+
+
 def fsdp(case: str) -> FullyShardedDataParallelPlugin:
     return FullyShardedDataParallelPlugin(
         fsdp_version=1 if "fsdp1" in case else 2,
@@ -165,7 +172,9 @@ def train(case: str, folder: str) -> dict[str, Any]:
         "start": start,
         "tied": model_head(model) is model_embedding(model),
         "classes": sorted({type(p).__name__ for p in model.parameters()}),
+        "names": names(accelerator, model),
         "groups": groups,
+        "stepped": len(optimizer.optimizer.state),
         "strangers": len(strangers),
         "losses": losses,
         "moved": values(accelerator, model),
