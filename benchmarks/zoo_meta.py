@@ -35,8 +35,17 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import zoo
 from zoo_configs import iter_cases
+from zoo_differences import differences
+from zoo_result import (
+    SEED,
+    Result,
+    TooSlowError,
+    cause,
+    limit,
+    names_in,
+    seed_everything,
+)
 from zoo_step import train_step
 
 import deferred_init as di
@@ -67,35 +76,35 @@ BUILDS: dict[str, Callable[[Build], nn.Module]] = {
 
 def by_meta(
     name: str, build: Build, *, limit_s: float, how: str = "device", rng: str = "eager"
-) -> zoo.Result:
+) -> Result:
     """Build a case eagerly and on meta, materialize the latter, and compare."""
-    result = zoo.Result(name=name, status="equal")
-    with zoo._limit(limit_s):
-        zoo.seed_everything()
+    result = Result(name=name, status="equal")
+    with limit(limit_s):
+        seed_everything()
         try:
             eager = build()
             state = torch.get_rng_state()
             model = BUILDS[how](build)
-        except zoo.TooSlowError:
+        except TooSlowError:
             raise
         except Exception as error:  # noqa: BLE001 - an architecture's own trouble
-            result.status, result.cause = "unbuildable", zoo._cause(error)
+            result.status, result.cause = "unbuildable", cause(error)
             return result
         result.num_parameters = sum(p.numel() for p in eager.parameters())
-        zoo.seed_everything()
+        seed_everything()
         start = time.perf_counter()
         try:
-            di.materialize(model, "cpu", seed=zoo.SEED, rng=rng, progress=False)
+            di.materialize(model, "cpu", seed=SEED, rng=rng, progress=False)
         except di.PlanError as error:
             result.status, result.cause = "refused", " ".join(str(error).split())
             return result
-        except zoo.TooSlowError:
+        except TooSlowError:
             raise
         except Exception as error:  # noqa: BLE001 - that is the finding
-            result.status, result.cause = "WRONG", zoo._cause(error)
+            result.status, result.cause = "WRONG", cause(error)
             return result
         result.seconds["materialize"] = round(time.perf_counter() - start, 3)
-        found = zoo.differences(eager, model)
+        found = differences(eager, model)
         # `init_empty_weights` puts an attribute of this name on tied tensors.
         found = [text for text in found if "[] != ['requires_grad']" not in text]
         if rng == "eager" and not torch.equal(state, torch.get_rng_state()):
@@ -106,14 +115,12 @@ def by_meta(
     return result
 
 
-def _judge(
-    result: zoo.Result, build: Build, eager: nn.Module, found: list[str]
-) -> None:
+def _judge(result: Result, build: Build, eager: nn.Module, found: list[str]) -> None:
     """Other values of what is random are not wrong; anything else is."""
     if not found:
         return
-    torch.manual_seed(zoo.SEED + 1)
-    random = {text.split(": ")[0] for text in zoo.differences(eager, build())}
+    torch.manual_seed(SEED + 1)
+    random = {text.split(": ")[0] for text in differences(eager, build())}
     worse = [
         text
         for text in found
@@ -125,7 +132,7 @@ def _judge(
     result.cause = f"{len(shown)}: " + "; ".join(shown[:4])
 
 
-def _run(result: zoo.Result, eager: nn.Module, model: nn.Module) -> None:
+def _run(result: Result, eager: nn.Module, model: nn.Module) -> None:
     """Compare one training step."""
     expected, reason = train_step(eager)
     if expected is None or not math.isfinite(expected):
@@ -166,7 +173,7 @@ def main(argv: list[str] | None = None) -> int:
     cases = [case for case in cases if args.only in case[0]]
     if args.sample:
         cases = cases[:: max(1, len(cases) // args.sample)]
-    done = zoo._names_in(args.out) if args.out else set()
+    done = names_in(args.out) if args.out else set()
     counts: Counter[str] = Counter()
     with args.out.open("a") if args.out else contextlib.nullcontext(sys.stdout) as file:
         for name, build in cases:
@@ -176,8 +183,8 @@ def main(argv: list[str] | None = None) -> int:
                 result = by_meta(
                     name, build, limit_s=args.limit, how=args.build, rng=args.rng
                 )
-            except zoo.TooSlowError:
-                result = zoo.Result(name=name, status="timeout")
+            except TooSlowError:
+                result = Result(name=name, status="timeout")
             counts[result.status] += 1
             print(json.dumps(asdict(result)), file=file, flush=True)
             gc.collect()

@@ -18,8 +18,9 @@ pytest.importorskip("transformers", reason="needs transformers")
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
 
 import transformers
-import zoo
 from packaging.version import Version
+from zoo import by_recording
+from zoo_cases import Case, transformers_cases
 
 pytestmark = [pytest.mark.hf, pytest.mark.slow]
 
@@ -40,8 +41,8 @@ SAMPLE += [f"AutoModelForCausalLM/{name}" for name in CAUSAL_LM.split()]
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, zoo.Case]:
-    return {case.name: case for case in zoo.transformers_cases()}
+def cases() -> dict[str, Case]:
+    return {case.name: case for case in transformers_cases()}
 
 
 def test_the_sample_has_forty_architectures() -> None:
@@ -49,9 +50,7 @@ def test_the_sample_has_forty_architectures() -> None:
 
 
 @pytest.mark.parametrize("name", SAMPLE)
-def test_recorded_and_replayed_equals_eager(
-    name: str, cases: dict[str, zoo.Case]
-) -> None:
+def test_recorded_and_replayed_equals_eager(name: str, cases: dict[str, Case]) -> None:
     if name not in cases:
         pytest.skip("this release of transformers does not have it")
     threads = torch.get_num_threads()
@@ -59,7 +58,7 @@ def test_recorded_and_replayed_equals_eager(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            result = zoo.by_recording(cases[name], limit_s=60)
+            result = by_recording(cases[name], limit_s=60)
     finally:
         torch.set_num_threads(threads)
     is_older = Version(transformers.__version__) < CHOSEN_WITH
