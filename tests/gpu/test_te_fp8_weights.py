@@ -92,6 +92,26 @@ def test_fp8_weights_are_loaded_as_load_state_dict_does_it(
 
 
 @pytest.mark.parametrize("form", ["mapping", "dcp"])
+@pytest.mark.parametrize("recipe", ["delayed", "block"])
+def test_fp8_weights_of_another_recipe_are_quantized_anew_and_noted(
+    recipe: str, form: str, tmp_path: Path
+) -> None:
+    te_recipe = RECIPES[recipe]()
+    state = _weights_of(_trained("modules", RECIPES["current"]()))
+    twin = eager("modules", te_recipe, sharded=False)(1)
+    twin.load_state_dict(state, strict=False)
+    model = build(lambda: two_modules("meta"), te_recipe)
+    weights = _given_as(form, state, tmp_path)
+    report = di.materialize(model, "cuda", weights=weights, missing="error", seed=1)
+    params = dict(model.named_parameters())
+    for name, expected in twin.named_parameters():
+        assert same(params[name], expected), name
+    # Delayed and current scaling store one format, with a scale of whatever origin.
+    noted = any("`1.weight` is stored as Float8Tensor" in n for n in report.notes)
+    assert noted == (recipe == "block")
+
+
+@pytest.mark.parametrize("form", ["mapping", "dcp"])
 @pytest.mark.parametrize("recipe", FP8)
 def test_fp8_weights_fill_a_model_in_high_precision_with_their_values(
     recipe: str, form: str, tmp_path: Path

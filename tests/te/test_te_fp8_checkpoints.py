@@ -87,6 +87,11 @@ def test_nothing_is_copied_into_another_format_or_a_part(
     found: Any = special_tensor(source, [whole("w", SHAPE)])
     for mine in (_float8(1, 1.0, e5m2=True), torch.zeros(SHAPE)):
         assert not copy_as_stored(found, mine)
+    other = _float8(1, 1.0, e5m2=True)
+    with torch.no_grad():
+        other.copy_(found)  # which takes the bits for those of its own format
+    assert torch.equal(other._data, found._data)
+    assert not torch.equal(other.dequantize(), found.dequantize())
     half = along(
         "w",
         0,
