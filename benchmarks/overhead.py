@@ -43,6 +43,7 @@ sys.path[:0] = [str(HERE.parent), str(HERE)]
 
 import scale  # noqa: E402
 from overhead_models import CASES, SHAPES, Build, possible  # noqa: E402
+from scale_models import Size  # noqa: E402
 
 import deferred_init as di  # noqa: E402
 from deferred_init import api  # noqa: E402
@@ -58,7 +59,7 @@ STAGES = {
 
 
 def measure(
-    case: str, size: scale.Size, device: torch.device, repeats: int
+    case: str, size: Size, device: torch.device, repeats: int
 ) -> Iterator[dict[str, Any]]:
     """Materialize one kind of model several times; yield row by row, in seconds."""
     build, recipe = CASES[case]
@@ -82,7 +83,7 @@ def measure(
 
 
 def _once(
-    build: Build, size: scale.Size, device: torch.device, recipe: str | None
+    build: Build, size: Size, device: torch.device, recipe: str | None
 ) -> dict[str, float]:
     model = build(size, device)
     gc.collect()
@@ -137,7 +138,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
 
 
 def _kernel_seconds(
-    build: Build, size: scale.Size, device: torch.device, recipe: str | None
+    build: Build, size: Size, device: torch.device, recipe: str | None
 ) -> float:
     """Sum of the time of all kernels and copies of one run, on the device."""
     model = build(size, device)

@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from importlib.util import find_spec
 from typing import Any
 
-import scale
 import torch
 import torch.distributed as dist
+from scale_models import SIZES, Decoder, Size, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -20,40 +20,38 @@ import deferred_init as di
 
 WORLD, RANK = 8, 4
 SHAPES = {
-    "tiny": scale.Size(
-        layers=32, hidden=16, inner=24, heads=4, kv_heads=2, vocabulary=32
-    ),
-    "3.5b": scale.Size(
+    "tiny": Size(layers=32, hidden=16, inner=24, heads=4, kv_heads=2, vocabulary=32),
+    "3.5b": Size(
         layers=16, hidden=4096, inner=14336, heads=32, kv_heads=8, vocabulary=1024
     ),
-    "8b": scale.SIZES["8b"],
+    "8b": SIZES["8b"],
 }
 
-Build = Callable[[scale.Size, torch.device], nn.Module]
+Build = Callable[[Size, torch.device], nn.Module]
 
 
-def plain(size: scale.Size, device: torch.device) -> nn.Module:
-    return scale.build(size, "meta")
+def plain(size: Size, device: torch.device) -> nn.Module:
+    return build(size, "meta")
 
 
-def recorded(size: scale.Size, device: torch.device) -> nn.Module:
-    return _recorded(scale.Decoder, size, device=device)
+def recorded(size: Size, device: torch.device) -> nn.Module:
+    return _recorded(Decoder, size, device=device)
 
 
-def hf(size: scale.Size, device: torch.device) -> nn.Module:
+def hf(size: Size, device: torch.device) -> nn.Module:
     with torch.device("meta"):
         return _llama(size)
 
 
-def hf_recorded(size: scale.Size, device: torch.device) -> nn.Module:
+def hf_recorded(size: Size, device: torch.device) -> nn.Module:
     return _recorded(_llama, size, device=device)
 
 
-def sharded(size: scale.Size, device: torch.device) -> nn.Module:
+def sharded(size: Size, device: torch.device) -> nn.Module:
     return _shard(plain(size, device), device)
 
 
-def sharded_recorded(size: scale.Size, device: torch.device) -> nn.Module:
+def sharded_recorded(size: Size, device: torch.device) -> nn.Module:
     return _shard(recorded(size, device), device)
 
 
@@ -61,7 +59,7 @@ def _without_gpu(build: Build) -> Build:
     """Let constructors of Transformer Engine run where there is no GPU."""
 
     @functools.wraps(build)
-    def built(size: scale.Size, device: torch.device) -> nn.Module:
+    def built(size: Size, device: torch.device) -> nn.Module:
         importlib.import_module("transformer_engine.pytorch.ops")
         with nullcontext() if torch.cuda.is_available() else di.on_meta():
             return build(size, device)
@@ -70,7 +68,7 @@ def _without_gpu(build: Build) -> Build:
 
 
 @_without_gpu
-def te(size: scale.Size, device: torch.device) -> nn.Module:
+def te(size: Size, device: torch.device) -> nn.Module:
     from transformer_engine.pytorch import TransformerLayer
 
     layers = [
@@ -92,7 +90,7 @@ def te(size: scale.Size, device: torch.device) -> nn.Module:
 
 
 @_without_gpu
-def te_ops(size: scale.Size, device: torch.device) -> nn.Module:
+def te_ops(size: Size, device: torch.device) -> nn.Module:
     from transformer_engine.pytorch import ops
 
     qkv = size.hidden + 2 * size.hidden * size.kv_heads // size.heads
@@ -136,7 +134,7 @@ def possible(case: str, device: torch.device) -> bool:
     return True
 
 
-def _recorded(make: Any, size: scale.Size, *, device: torch.device) -> nn.Module:
+def _recorded(make: Any, size: Size, *, device: torch.device) -> nn.Module:
     default = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -145,7 +143,7 @@ def _recorded(make: Any, size: scale.Size, *, device: torch.device) -> nn.Module
         torch.set_default_dtype(default)
 
 
-def _llama(size: scale.Size) -> nn.Module:
+def _llama(size: Size) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
