@@ -99,7 +99,8 @@ def accelerates(model: nn.Module) -> Any:
 
 
 def values(model: nn.Module) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    found = model.named_parameters()  # accelerate moves what it converts to the GPU
+    return {name: parameter.detach().cpu() for name, parameter in found}
 
 
 def kinds(model: nn.Module) -> dict[str, str]:
