@@ -23,6 +23,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +44,7 @@ if "--construct" not in sys.argv:
 
 import accelerate
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaForCausalLM
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -56,33 +57,28 @@ from benchmarks.accelerate_meters import (
     values_of,
     versions,
 )
+from benchmarks.llama import llama_config
+from benchmarks.scale_models import Size
 from deferred_init.integrations.accelerate_plugin import (
     Accelerator,
     DeferredInitPlugin,
 )
 
-# hidden, intermediate, layers, heads, key-value heads, vocabulary: Llama 3.2, 1 B.
+LLAMA_1B = Size(  # Llama 3.2's
+    layers=16, hidden=2048, inner=8192, heads=32, kv_heads=8, vocabulary=128256
+)
 SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 256),
-    "layer": (2048, 8192, 1, 32, 8, 128256),  # one of the next shape's
-    "1b": (2048, 8192, 16, 32, 8, 128256),
+    "tiny": Size(layers=2, hidden=64, inner=128, heads=4, kv_heads=2, vocabulary=256),
+    "layer": replace(LLAMA_1B, layers=1),
+    "1b": LLAMA_1B,
 }
 BATCH, LENGTH, STEPS = 1, 512, 3
 
 
 def construct(shape: str, tied: bool) -> nn.Module:
     """Construct a Llama, where the context says."""
-    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
-    config = LlamaConfig(
-        hidden_size=hidden,
-        intermediate_size=intermediate,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        vocab_size=vocabulary,
-        tie_word_embeddings=tied,
-        use_cache=False,
-    )
+    options = {"tie_word_embeddings": tied, "use_cache": False}
+    config = llama_config(SHAPES[shape], **options)
     return LlamaForCausalLM(config)
 
 

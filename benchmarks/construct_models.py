@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from llama import llama_config
 from torch import nn
 
 BF16 = torch.bfloat16
@@ -86,21 +87,16 @@ def hugging_face(shape: Shape) -> Callable[[], nn.Module]:
     """Return a function that builds a model of transformers in BF16."""
     import transformers
 
-    shared: dict[str, Any] = {"vocab_size": shape.vocabulary}
     config: Any
     if shape.library == "hf-gpt2":
         config = transformers.GPT2Config(
-            n_layer=shape.layers, n_embd=shape.hidden, n_head=shape.heads, **shared
+            n_layer=shape.layers,
+            n_embd=shape.hidden,
+            n_head=shape.heads,
+            vocab_size=shape.vocabulary,
         )
     else:
-        config = transformers.LlamaConfig(
-            num_hidden_layers=shape.layers,
-            hidden_size=shape.hidden,
-            intermediate_size=shape.inner,
-            num_attention_heads=shape.heads,
-            num_key_value_heads=shape.kv_heads,
-            **shared,
-        )
+        config = llama_config(shape)
 
     def build() -> nn.Module:
         model: nn.Module = transformers.AutoModelForCausalLM.from_config(

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from llama import llama_config
 from scale_models import SIZES, Decoder, Size, build
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -144,17 +145,9 @@ def _recorded(make: Any, size: Size, *, device: torch.device) -> nn.Module:
 
 
 def _llama(size: Size) -> nn.Module:
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=size.vocabulary,
-        hidden_size=size.hidden,
-        intermediate_size=size.inner,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        dtype="bfloat16",
-    )
+    config = llama_config(size, dtype="bfloat16")
     return LlamaForCausalLM._from_config(config, dtype=torch.bfloat16)
 
 

@@ -28,11 +28,15 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.llama import llama_config
+from benchmarks.scale_models import SIZES, Size
 from deferred_init.record import (
     deferred_init,
     materialize_module,
     recording_of,
 )
+
+SMALL = Size(layers=8, hidden=1024, inner=2816, heads=16, kv_heads=4, vocabulary=32000)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -157,26 +161,18 @@ def growth() -> Line:
     )
 
 
-def llama(hidden: int, layers: int, inner: int, heads: int, kv: int, vocab: int) -> Any:
+def llama(size: Size) -> Callable[[], nn.Module]:
     """Return a function that builds a Llama from Hugging Face."""
-    from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers import LlamaForCausalLM
 
-    config = LlamaConfig(
-        hidden_size=hidden,
-        num_hidden_layers=layers,
-        intermediate_size=inner,
-        num_attention_heads=heads,
-        num_key_value_heads=kv,
-        vocab_size=vocab,
-        max_position_embeddings=131072,
-        dtype="bfloat16",
-    )
+    other = {"max_position_embeddings": 131072, "dtype": "bfloat16"}
+    config = llama_config(size, **other)
     return lambda: LlamaForCausalLM(config)
 
 
 def largest() -> tuple[Line, float]:
     """Record Llama-3.1-405B's real shape; also return the host memory in MB."""
-    build = llama(16384, 126, 53248, 128, 8, 128256)
+    build = llama(SIZES["405b"])
     on_meta(build)()
     gc.collect()
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -215,7 +211,7 @@ def main() -> int:
         print("transformers is not installed: no Llama lines")
     else:
         line, memory_mb = largest()
-        small = llama(1024, 8, 2816, 16, 4, 32000)
+        small = llama(SMALL)
         lines += [line, recording("a small Llama", small, 5)]
         lines.append(replaying("a small Llama", small, 5))
     print(f"torch {torch.__version__}, {platform.processor() or platform.machine()}")
