@@ -6,7 +6,8 @@ import fcntl
 import gc
 import hashlib
 import os
-import threading
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,34 +21,45 @@ GPU = torch.cuda.is_available()
 
 
 class HostPeak:
-    """The most memory of this process while the context is open, in bytes."""
+    """The most memory of this process while the context is open, in bytes.
+
+    Another process looks every two milliseconds: a thread of this one would take turns
+    with what is measured.
+    """
 
     def __enter__(self) -> HostPeak:
         gc.collect()
-        self.before = self.peak = _resident_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        command = [sys.executable, "-S", "-c", _WATCH, str(os.getpid())]
+        self._watcher = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self._watcher.stdout is not None
+        self._before = int(self._watcher.stdout.readline())
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-        self.peak = max(self.peak, _resident_bytes())
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.002):
-            self.peak = max(self.peak, _resident_bytes())
+        last, _ = self._watcher.communicate()
+        self._peak = int(last)
 
     @property
     def growth(self) -> int:
         """Return what was added to the memory at the start."""
-        return self.peak - self.before
+        return self._peak - self._before
 
 
-def _resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return pages * os.sysconf("SC_PAGE_SIZE")
+# Prints what a process holds, and when standard input ends, what it held at most.
+_WATCH = """
+import os, select, sys
+size = os.sysconf("SC_PAGE_SIZE")
+def held():
+    with open(f"/proc/{sys.argv[1]}/statm") as file:
+        return int(file.read().split()[1]) * size
+peak = held()
+print(peak, flush=True)
+while not select.select([sys.stdin], [], [], 0.002)[0]:
+    peak = max(peak, held())
+print(max(peak, held()))
+"""
 
 
 class Clock:

@@ -171,8 +171,8 @@ def case(way: str, recipe: str, options: argparse.Namespace) -> dict[str, Any]:
     accelerator = accelerator_for(way, recipe, options.precision)
     if GPU:
         torch.cuda.reset_peak_memory_stats()
-    clock = Clock()
     with HostPeak() as host:
+        clock = Clock()
         model: Any = build(way, options, accelerator.device, clock)
         optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4)
         clock.stage("optimizer")

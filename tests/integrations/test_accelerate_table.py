@@ -134,3 +134,22 @@ def test_the_checksum_of_values_sees_one_bit_and_two_elements_that_swapped() -> 
     found = (values, swapped, flipped, values[:-1], values.reshape(10, 100).t())
     assert len({checksum(tensor) for tensor in found}) == len(found)
     assert checksum(torch.tensor(1.0)) != checksum(torch.tensor(2.0))
+
+
+def test_host_memory_is_what_was_held_at_most_and_watching_is_no_thread_of_ours() -> (
+    None
+):
+    import threading
+
+    import torch
+
+    from benchmarks.accelerate_meters import HostPeak
+
+    threads = threading.active_count()
+    with HostPeak() as host:
+        assert threading.active_count() == threads
+        torch.ones(50_000_000)  # 200 MB, let go of at once
+    assert 190e6 < host.growth < 300e6
+    with HostPeak() as host:
+        pass
+    assert host.growth < 20e6
