@@ -82,7 +82,7 @@ def convert_to_te(
     wanted = conversion or Conversion()
     _check_patterns(model, wanted)
     te = _transformer_engine()
-    made: dict[int, nn.Module] = {}
+    chosen: list[tuple[nn.Module, str]] = []
     converted: list[Converted] = []
     left: list[Converted] = []
     for fqn, module in model.named_modules():
@@ -94,15 +94,18 @@ def convert_to_te(
         if reason:
             left.append(Converted(fqn=fqn, before=before, reason=reason))
             continue
-        made[id(module)] = _build(te, module, kind)
+        chosen.append((module, kind))
         converted.append(Converted(fqn=fqn, before=before, after=f"te.{kind}"))
+    with te_on_meta():  # entered once: that takes longer than to build ten layers
+        made = {id(module): _build(te, module, kind) for module, kind in chosen}
     for parent, name, child in _places(model):
         if id(child) in made:
             parent._modules[name] = made[id(child)]
+    new = {id(module) for module in made.values()}
     lost = tuple(
         fqn
         for fqn, module in model.named_modules()
-        if module in made.values() and _needs_recording(module)
+        if id(module) in new and _needs_recording(module)
     )
     if lost:
         _logger.warning("%s", unrecorded_text(lost))
@@ -190,25 +193,24 @@ def _tensor_obstacle(module: nn.Module) -> str:
 
 
 def _build(te: Any, module: nn.Module, kind: str) -> nn.Module:
-    """Build the counterpart of a layer around its parameters."""
+    """Build the counterpart of a layer around its parameters, in `te_on_meta`."""
     weight: Any = module.weight
-    with te_on_meta():
-        if kind == "Linear":
-            new = te.Linear(
-                weight.shape[1],
-                weight.shape[0],
-                bias=module.bias is not None,
-                params_dtype=weight.dtype,
-                device="meta",
-            )
-        elif kind == "LayerNorm":
-            shape: Any = module.normalized_shape
-            new = te.LayerNorm(shape, eps=module.eps, dtype=weight.dtype, device="meta")
-        else:
-            eps = rms_norm_of(module)
-            new = te.RMSNorm(
-                tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta"
-            )
+    if kind == "Linear":
+        new = te.Linear(
+            weight.shape[1],
+            weight.shape[0],
+            bias=module.bias is not None,
+            params_dtype=weight.dtype,
+            device="meta",
+        )
+    elif kind == "LayerNorm":
+        shape: Any = module.normalized_shape
+        new = te.LayerNorm(shape, eps=module.eps, dtype=weight.dtype, device="meta")
+    else:
+        eps = rms_norm_of(module)
+        new = te.RMSNorm(
+            tuple(weight.shape), eps=eps, dtype=weight.dtype, device="meta"
+        )
     for name, param in module._parameters.items():
         if param is not None:
             new._parameters[name] = param

@@ -13,8 +13,10 @@ from torch import nn
 
 import deferred_init as di
 from deferred_init.errors import PlanError
+from deferred_init.integrations import te_conversion
 from deferred_init.integrations.conversion_report import Conversion
 from deferred_init.integrations.te_conversion import convert_to_te
+from deferred_init.te.on_meta import te_on_meta
 
 pytestmark = pytest.mark.te
 
@@ -49,6 +51,22 @@ def build(kind: str) -> Any:
             return Block()
     torch.manual_seed(0)
     return Block()
+
+
+@needs_te
+def test_what_builds_on_meta_is_set_up_once_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """For each layer it would take more than ten times as long as the layer itself."""
+    entered = []
+
+    def counting() -> Any:
+        entered.append(1)
+        return te_on_meta()
+
+    monkeypatch.setattr(te_conversion, "te_on_meta", counting)
+    assert len(convert_to_te(build("recorded")).converted) == 5
+    assert len(entered) == 1
 
 
 @needs_te
