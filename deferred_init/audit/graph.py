@@ -9,38 +9,21 @@ user's classes never run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from deferred_init.audit.kinds import (
-    BUILT_IN,
-    Kind,
-    atoms,
-    kind_of,
-    parts_of,
-    slot_parts,
-)
+from deferred_init.audit.barren import Barren
+from deferred_init.audit.kinds import Kind, kind_of, parts_of, slot_parts
+from deferred_init.audit.layouts import layout_of
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
-_HOOK_TABLES = frozenset(
-    {
-        "_forward_hooks",
-        "_forward_pre_hooks",
-        "_backward_hooks",
-        "_backward_pre_hooks",
-        "_state_dict_hooks",
-        "_state_dict_pre_hooks",
-        "_load_state_dict_pre_hooks",
-        "_load_state_dict_post_hooks",
-    }
-)
-_WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32
+_BATCH = 64
+_REGISTERED = (("parameter", "_parameters"), ("buffer", "_buffers"))
 _ATOM, _TENSOR, _MODULE, _CACHE = Kind.ATOM, Kind.TENSOR, Kind.MODULE, Kind.CACHE
 
 
@@ -140,6 +123,7 @@ class _Walk:
         self._seen: set[int] = set()
         self._seen_tensors: set[int] = set()
         self._keep: list[object] = []
+        self._barren = Barren()
         self._next = 0
 
     def tree(self, module: nn.Module, fqn: str, scope: str) -> None:
@@ -151,45 +135,43 @@ class _Walk:
                 continue
             self._seen.add(id(module))
             self.graph.modules.append(ModulePlace(fqn, module, scope))
-            prefix = f"{fqn}." if fqn else ""
-            children = [
-                (child, prefix + name)
-                for name, child in module._modules.items()
-                if child is not None
-            ]
-            stack.extend(reversed(children))
+            if module._modules:
+                prefix = f"{fqn}." if fqn else ""
+                children = [
+                    (child, prefix + name)
+                    for name, child in module._modules.items()
+                    if child is not None
+                ]
+                stack.extend(reversed(children))
 
     def attributes(self) -> None:
         """Look into every module not looked into yet, also those found meanwhile."""
         modules = self.graph.modules
         while self._next < len(modules):
-            self._module(modules[self._next])
-            self._next += 1
+            batch = modules[self._next : self._next + _BATCH]
+            self._next += len(batch)
+            self._modules(batch)
 
     def anything(self, value: object, label: str, scope: str) -> None:
         """Look at a value of any kind, and at all that it holds."""
         self._values([(value, label, 0)], None, "", scope)
 
-    def _module(self, found: ModulePlace) -> None:
-        fqn, module, scope = found
-        prefix = f"{fqn}." if fqn else ""
-        attributes = vars(module)
-        for kind, table in (("parameter", "_parameters"), ("buffer", "_buffers")):
-            for name, tensor in attributes[table].items():
-                if tensor is not None:
-                    self._tensor(tensor, kind, module, prefix, name, scope)
-        known = atoms()
-        rest = [
-            (value, name, 0)
-            for name, value in attributes.items()
-            if type(value) not in known
-            and (name not in _MODULE_INTERNALS or (name in _HOOK_TABLES and value))
-            and (type(value) not in BUILT_IN or value)
-            and not name.startswith(_WRAPPER_STATE)
-        ]
-        rest += [(value, name[1:], 0) for name, value in slot_parts(module)]
-        if rest:
-            self._values(rest, module, prefix, scope)
+    def _modules(self, batch: Sequence[ModulePlace]) -> None:
+        """Look into modules; by name only where there is anything."""
+        held = [_held_by(found.module) for found in batch]
+        nested = [v for rest in held for v, _, _ in rest if kind_of(v) is not _TENSOR]
+        barren = self._barren.lead_nowhere(nested, self._seen)
+        for found, rest in zip(batch, held, strict=True):
+            fqn, module, scope = found
+            prefix = f"{fqn}." if fqn else ""
+            for kind, table in _REGISTERED:
+                for name, tensor in vars(module)[table].items():
+                    if tensor is not None:
+                        self._tensor(tensor, kind, module, prefix, name, scope)
+            if rest and barren:
+                rest = [each for each in rest if kind_of(each[0]) is _TENSOR]
+            if rest:
+                self._values(rest, module, prefix, scope)
 
     def _values(
         self,
@@ -262,3 +244,17 @@ class _Walk:
             self.graph.places.append(
                 Place(f"{fqn}.grad", "gradient", grad, owner, f"{name}.grad", scope)
             )
+
+
+def _held_by(module: nn.Module) -> list[tuple[object, str, int]]:
+    """List what a module holds besides what is registered, each with its name."""
+    attributes = vars(module)
+    layout = layout_of(attributes)
+    values = tuple(attributes.values())
+    held = [
+        (values[place], name, 0)
+        for place, name, may_be_empty in layout
+        if not may_be_empty or values[place]
+    ]
+    slots = slot_parts(module)
+    return held + [(value, name[1:], 0) for name, value in slots] if slots else held

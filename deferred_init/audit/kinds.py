@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BUILT_IN", "Kind", "atoms", "kind_of", "parts_of", "register_cache"]
-__all__ += ["slot_parts"]
+__all__ = ["BUILT_IN", "Kind", "Parts", "atoms", "instance_dict", "kind_of"]
+__all__ += ["parts_of", "register_cache", "slot_parts", "when_kinds_change"]
 
 
 class Kind(enum.Enum):
@@ -72,6 +72,7 @@ _known: dict[type, Kind] = {}
 _atom_types: set[type] = set()
 _cached: dict[type, frozenset[str]] = {}
 _members: dict[type, tuple[tuple[str, types.MemberDescriptorType], ...]] = {}
+_on_change: list[Callable[[], None]] = []
 
 
 Parts = list[tuple[str, object]]
@@ -89,6 +90,13 @@ def register_cache(own: type, attributes: Iterable[str]) -> None:
     """
     _cached[own] = frozenset(attributes)
     _known.clear()  # subclasses may be known as something else
+    for forget in _on_change:
+        forget()
+
+
+def when_kinds_change(forget: Callable[[], None]) -> None:
+    """Call a function whenever what was remembered of types may be wrong."""
+    _on_change.append(forget)
 
 
 def kind_of(value: object) -> Kind:
@@ -179,7 +187,7 @@ def _classify(own: type) -> Kind:
     kind = Kind.OBJECT
     if any(base in _cached for base in own.__mro__):
         kind = Kind.CACHE
-    elif issubclass(own, _ATOMS):
+    elif issubclass(own, _ATOMS) and not _is_text_or_number_with_attributes(own):
         kind = Kind.ATOM
     else:
         for base, simple in _SIMPLE:
@@ -196,6 +204,15 @@ def _classify(own: type) -> Kind:
     return kind
 
 
+def _is_text_or_number_with_attributes(own: type) -> bool:
+    values = (str, bytes, int, float, complex)
+    return (
+        issubclass(own, values)
+        and not issubclass(own, enum.Enum)
+        and own.__dictoffset__ != 0
+    )
+
+
 def _sequence_iter(value: Any) -> Iterator[object]:
     if isinstance(value, list):
         return iter(list(list.__iter__(value)))
@@ -204,16 +221,19 @@ def _sequence_iter(value: Any) -> Iterator[object]:
     return iter(list(collections.deque.__iter__(value)))
 
 
-def _dict_parts(value: object) -> Parts:
+def instance_dict(value: object) -> dict[str, object]:
+    """Return an object's own attributes, and nothing where it has no such dict."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except (AttributeError, TypeError):
-        return []
-    if type(attributes) is not dict or not attributes:
-        return []
+        return {}
+    return attributes if type(attributes) is dict else {}
+
+
+def _dict_parts(value: object) -> Parts:
     return [
         (f".{name}", item)
-        for name, item in attributes.items()
+        for name, item in instance_dict(value).items()
         if type(item) not in _atom_types
     ]
 
