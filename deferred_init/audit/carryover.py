@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.aliases import is_deferred
-from deferred_init.audit.graph import Place
 from deferred_init.audit.hooks import hook_is_registered
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.audit.snapshot import TensorBefore, tensor_hooks
@@ -39,7 +38,7 @@ def lost_tensors(scene: Scene) -> Iterator[Finding]:
 @register_detector
 def changed_flags(scene: Scene) -> Iterator[Finding]:
     """Find frozen weights that thawed, and the reverse."""
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
         now = place.tensor.requires_grad
         if now != before.requires_grad:
             yield Finding(
@@ -54,7 +53,7 @@ def changed_flags(scene: Scene) -> Iterator[Finding]:
 @register_detector
 def changed_geometry(scene: Scene) -> Iterator[Finding]:
     """Find other sizes or strides."""
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
         tensor = place.tensor
         stride = tensor.stride() if tensor.layout is torch.strided else before.stride
         if tensor.size() != before.size:
@@ -74,7 +73,9 @@ def changed_geometry(scene: Scene) -> Iterator[Finding]:
 @register_detector
 def changed_dtypes(scene: Scene) -> Iterator[Finding]:
     """Find dtypes that are neither the tensor's own nor asked for."""
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
+        if place.tensor.dtype == before.dtype and not scene.dtype_forced:
+            continue
         expected = _expected_dtypes(scene, before)
         if place.tensor.dtype not in expected:
             yield Finding(
@@ -93,7 +94,7 @@ def wrong_devices(scene: Scene) -> Iterator[Finding]:
     if scene.device is None:
         return
     kept_elsewhere = offload_devices(found.module for found in scene.graph.modules)
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
         tensor = place.tensor
         expected = kept_elsewhere.get(id(tensor), scene.device)
         if before.deferred and tensor.device != expected and not is_deferred(tensor):
@@ -108,7 +109,7 @@ def wrong_devices(scene: Scene) -> Iterator[Finding]:
 @register_detector
 def lost_attributes(scene: Scene) -> Iterator[Finding]:
     """Find Python attributes of tensors that are gone or have another value."""
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
         if not before.attributes:
             continue
         now = place.tensor.__dict__
@@ -133,7 +134,7 @@ def lost_attributes(scene: Scene) -> Iterator[Finding]:
 @register_detector
 def lost_hooks(scene: Scene) -> Iterator[Finding]:
     """Find tensor hooks that are gone, or of which autograd does not know."""
-    for before, place in _pairs(scene):
+    for before, place in scene.pairs():
         if not before.hooks or is_deferred(place.tensor):
             continue
         now = tensor_hooks(place.tensor)
@@ -175,19 +176,6 @@ def unknown_hooks(scene: Scene) -> Iterator[Finding]:
                     f"`{table}`, found that it does not, so none ever runs; register "
                     "them again",
                 )
-
-
-def _pairs(scene: Scene) -> Iterator[tuple[TensorBefore, Place]]:
-    """Yield each tensor of the snapshot once, with what stands in its place now."""
-    if scene.expected is None:
-        return
-    now = scene.graph.by_fqn
-    seen: set[int] = set()
-    for fqn, before in scene.expected.tensors.items():
-        place = now.get(fqn)
-        if place is not None and id(place.tensor) not in seen:
-            seen.add(id(place.tensor))
-            yield before, place
 
 
 def _expected_dtypes(scene: Scene, before: TensorBefore) -> frozenset[torch.dtype]:

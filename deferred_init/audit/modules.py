@@ -65,7 +65,8 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
         )
     prefix = f"{before.fqn}." if before.fqn else ""
     now = vars(module)
-    missing = sorted(name for name in before.attributes if name not in now)
+    same = before.attributes == tuple(now)
+    missing = () if same else sorted(n for n in before.attributes if n not in now)
     lost = [name for name in missing if not scene.is_rebound(prefix + name)]
     if lost:
         yield _finding(

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch.optim import Optimizer
 
-from deferred_init.audit.graph import ObjectGraph
-from deferred_init.audit.snapshot import Snapshot
+from deferred_init.audit.graph import ObjectGraph, Place
+from deferred_init.audit.snapshot import Snapshot, TensorBefore
 from deferred_init.report import Finding
 
 __all__ = ["Detector", "Scene", "detectors", "register_detector"]
@@ -39,6 +39,18 @@ class Scene:
     dtypes: frozenset[torch.dtype] = frozenset()
     dtype_forced: bool = False
     rebound: frozenset[str] = frozenset()
+    _pairs: list[tuple[TensorBefore, Place]] = field(default_factory=list, repr=False)
+
+    def pairs(self) -> Sequence[tuple[TensorBefore, Place]]:
+        """List each tensor of the snapshot once, with what stands in its place now."""
+        if not self._pairs and self.expected is not None:
+            now, seen = self.graph.by_fqn, set()
+            for fqn, before in self.expected.tensors.items():
+                place = now.get(fqn)
+                if place is not None and id(place.tensor) not in seen:
+                    seen.add(id(place.tensor))
+                    self._pairs.append((before, place))
+        return self._pairs
 
     def is_rebound(self, fqn: str) -> bool:
         """Whether a name is of a new object, or of something that it carries."""
