@@ -14,21 +14,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from deferred_init.aliases import group_by_storage
-from deferred_init.object_contents import (
-    ATOM_TYPES,
-    BUILT_IN,
-    itself,
-    nothing,
-    reader_of,
-)
+from deferred_init.module_attributes import held_by, unregistered
+from deferred_init.object_contents import itself, nothing, reader_of
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 
 __all__ = ["take_inventory"]
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 _MAX_DEPTH = 8
-# What FSDP2 keeps of its own; brought up to date by its refresher.
-_WRAPPER_STATE = "__composable_api_state_key"
 
 
 def take_inventory(models: Sequence[nn.Module]) -> Inventory:
@@ -38,7 +30,7 @@ def take_inventory(models: Sequence[nn.Module]) -> Inventory:
         models: One module or several; one that is reachable twice (two models
             that share a block) is listed once, under its first name.
     """
-    walk = _Walk()
+    walk = _Walk(unregistered(models))
     labels = [""] if len(models) == 1 else [f"model[{i}]" for i in range(len(models))]
     roots = tuple(
         site
@@ -60,8 +52,9 @@ def take_inventory(models: Sequence[nn.Module]) -> Inventory:
 class _Walk:
     """Depth-first walk that remembers what it has seen."""
 
-    def __init__(self) -> None:
+    def __init__(self, held: Mapping[int, list[tuple[str, Any]]]) -> None:
         self.slots: list[Slot] = []
+        self._held = held
         self._seen_modules: set[int] = set()
         self._seen_objects: set[int] = set()
         self._seen_tensors: set[int] = set()
@@ -108,17 +101,9 @@ class _Walk:
         for name, child in module._modules.items():
             if child is not None:
                 frame.queue.append((child, _join(fqn, name), registered))
-        attributes = vars(module)
-        worth = [
-            (name, value)
-            for name, value in attributes.items()
-            if type(value) not in ATOM_TYPES
-            and name not in _MODULE_INTERNALS
-            and (type(value) not in BUILT_IN or value)
-        ]
-        for name, value in worth:
-            if not name.startswith(_WRAPPER_STATE):
-                self._look(frame, name, attributes, name, value, 0)
+        held = self._held.get(id(module))
+        for name, value in held_by(module) if held is None else held:
+            self._look(frame, name, vars(module), name, value, 0)
         frame.slots = tuple(self.slots[start:])
         return frame
 

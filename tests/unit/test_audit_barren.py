@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from deferred_init.audit.barren import Barren
 from deferred_init.audit.graph import look
 from deferred_init.audit.kinds import Kind, kind_of, parts_of
+from tests.unit.healthy_models import HEALTHY
 
 
 class _Plain:
@@ -217,3 +218,18 @@ def test_an_attribute_that_changes_its_type_is_looked_at() -> None:
     assert not [p for p in look([one]).places if p.kind == "attribute"]
     other.extra = torch.zeros(1)  # type: ignore[assignment]
     assert [p.name for p in look([other]).places if p.kind == "attribute"] == ["extra"]
+
+
+@pytest.mark.parametrize("name", HEALTHY)
+def test_the_walk_finds_the_same_as_if_nothing_were_left_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = HEALTHY[name]()
+
+    def places() -> list[tuple[str, str, int]]:
+        found = look(case.models, case.optimizers, case.holders).places
+        return [(place.fqn, place.kind, id(place.tensor)) for place in found]
+
+    short = places()
+    monkeypatch.setattr(Barren, "lead_nowhere", lambda self, values, seen: False)
+    assert places() == short
