@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 __all__ = [
     "StorageGroup",
@@ -19,8 +20,8 @@ __all__ = [
 
 
 def is_deferred(tensor: Tensor) -> bool:
-    """Tell whether a tensor has a shape but no memory: meta, recorded or fake."""
-    if tensor.is_meta:
+    """Tell whether a tensor has no memory: meta, recorded, fake, or still lazy."""
+    if tensor.is_meta or is_lazy(tensor):
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)

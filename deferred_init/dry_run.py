@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deferred_init.aliases import byte_span, storage_key
+from deferred_init.silent_writes import is_silent_write
 
 __all__ = ["WriteWatch"]
 
@@ -70,7 +71,9 @@ class WriteWatch(TorchDispatchMode):
             self._note(result, self._raw)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             info = argument.alias_info
-            if info is not None and info.is_write and isinstance(value, Tensor):
+            writes = info is not None and info.is_write
+            writes = writes or is_silent_write(func, argument.name)
+            if writes and isinstance(value, Tensor):
                 self._note(value, self.written)
                 if name in _FILLS:
                     self._fill(value)

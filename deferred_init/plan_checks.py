@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
+
 from deferred_init.aliases import byte_span
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
@@ -65,6 +68,8 @@ def unallocatable(inventory: Inventory, request: Request) -> list[str]:
     """Name tensors whose type or layout no allocator can make."""
     problems = []
     for slot in inventory.deferred:
+        if is_lazy(slot.tensor) and isinstance(slot.owner, LazyModuleMixin):
+            continue  # named by the initializer of lazy modules
         allocator = allocator_for(slot.tensor)
         if allocator is None:
             problems.append(

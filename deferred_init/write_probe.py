@@ -24,6 +24,7 @@ from deferred_init.distributed.fsdp2 import unsharded_type
 from deferred_init.dry_run import WriteWatch
 from deferred_init.hollow import hollow
 from deferred_init.rng import GeneratorSnapshot
+from deferred_init.silent_writes import is_silent_write
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
 __all__ = ["Names", "ProbeError", "Writes", "likeness", "probe_writes", "stand_in"]
@@ -176,9 +177,9 @@ class _Probe(WriteWatch):
     ) -> Any:
         for argument, value in zip(func._schema.arguments, args, strict=False):
             info = argument.alias_info
+            writes = info is not None and info.is_write
             if (
-                info is not None
-                and info.is_write
+                (writes or is_silent_write(func, argument.name))
                 and isinstance(value, Tensor)
                 and value.device.type != "meta"
                 and storage_key(value) not in self._own

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.graph import Place
@@ -32,6 +33,14 @@ def deferred_tensors(scene: Scene) -> Iterator[Finding]:
 def _finding(place: Place) -> Finding:
     tensor = place.tensor
     where = "" if place.owner is None else f" of `{type(place.owner).__name__}`"
+    if is_lazy(tensor):
+        return Finding(
+            code="deferred-tensor",
+            fqn=place.fqn,
+            message=f"expected a tensor with memory, found {place.kind}{where} that "
+            "has no shape yet; run a forward with a dummy input, or use the class "
+            "that is not lazy",
+        )
     shape = f"{tuple(tensor.shape)}, {tensor.dtype}"
     if place.scope == "model":
         return Finding(

@@ -66,7 +66,7 @@ def duplicate_storage(scene: Scene) -> Iterator[Finding]:
     by_storage: dict[int, dict[int, Place]] = {}
     for place in scene.graph.in_scope("model"):
         tensor = place.tensor
-        if place.kind != "parameter" or tensor.numel() == 0 or is_deferred(tensor):
+        if place.kind != "parameter" or is_deferred(tensor) or tensor.numel() == 0:
             continue
         key = storage_key(tensor)
         if key is not None and type(tensor).__torch_dispatch__ is _PLAIN:

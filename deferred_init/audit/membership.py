@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from deferred_init.aliases import is_deferred
@@ -220,8 +221,9 @@ def _params(optimizer: Optimizer) -> Iterator[tuple[int, int, Tensor]]:
 
 def _model_parameters(scene: Scene) -> Iterator[Tensor]:
     for place in scene.graph.in_scope("model"):
-        if place.kind == "parameter" and place.tensor.requires_grad:
-            yield place.tensor
+        tensor = place.tensor
+        if place.kind == "parameter" and tensor.requires_grad and not is_lazy(tensor):
+            yield tensor
 
 
 def _unheld_parameters(scene: Scene) -> set[tuple[Any, ...]]:

@@ -168,8 +168,9 @@ class LazyModules:
             problems=(
                 f"{len(lazy)} tensors of the lazy module `{site.fqn or kind}` "
                 f"(`{kind}`) have no shape yet: {listing([s.fqn for s in lazy])}. Run "
-                "a forward with a dummy input on the meta device first, or give the "
-                "sizes and use the class that is not lazy",
+                "a forward with a dummy input on the meta device first, or inside the "
+                "function that `deferred_init` records, or give the sizes and use the "
+                "class that is not lazy",
             ),
         )
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import parameter
 from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 
 from deferred_init.record.append import Draw
@@ -43,6 +44,8 @@ active = _Active()
 _parameter_new = nn.Parameter.__new__
 _trunc_normal = torch.nn.init._no_grad_trunc_normal_
 _rebuild_tensor = torch._utils._rebuild_tensor
+_lazy_mixin: Any = vars(parameter)["UninitializedTensorMixin"]
+_lazy_materialize = _lazy_mixin.materialize
 _thread_start = threading.Thread.start
 
 
@@ -65,6 +68,25 @@ def _uninitialized(original: Any) -> Any:
             return original(cls, *args, **kwargs)
 
     return new
+
+
+def _give_shape(
+    tensor: Any,
+    shape: tuple[int, ...],
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Stand in for `materialize` of lazy tensors: the object becomes a recorded one."""
+    if active.recorder is None:
+        _lazy_materialize(tensor, shape, device, dtype)
+        return
+    if device is None and tensor.data.device.type != "cpu":
+        device = tensor.data.device
+    new: Tensor = torch.empty(shape, device=device, dtype=dtype or tensor.data.dtype)
+    if isinstance(tensor, UninitializedParameter):
+        new = make_parameter(nn.Parameter, new, tensor.requires_grad)
+    vars(new).update(vars(tensor))
+    torch.utils.swap_tensors(tensor, new)
 
 
 def _truncated_normal(
@@ -126,6 +148,7 @@ class Patches:
                 old = vars(lazy)["__new__"]
                 new_lazy = _uninitialized(old.__func__)
                 _set(lazy, "__new__", staticmethod(new_lazy), old)
+            _set(_lazy_mixin, "materialize", _give_shape, _lazy_materialize)
             init = torch.nn.init
             _set(init, "_no_grad_trunc_normal_", _truncated_normal, _trunc_normal)
             _set(torch._utils, "_rebuild_tensor", _rebuild, _rebuild_tensor)

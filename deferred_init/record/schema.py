@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from deferred_init.silent_writes import is_silent_write
+
 __all__ = ["OpInfo", "op_info"]
 
 _FILLS = frozenset(
@@ -74,14 +76,10 @@ class OpInfo:
         self.mutated = tuple(
             index
             for index, arg in enumerate(schema.arguments)
-            if arg.alias_info is not None
-            and arg.alias_info.is_write
-            and not arg.kwarg_only
+            if not arg.kwarg_only and _is_written(func, arg)
         )
         self.mutated_names = tuple(
-            arg.name
-            for arg in schema.arguments
-            if arg.alias_info is not None and arg.alias_info.is_write
+            arg.name for arg in schema.arguments if _is_written(func, arg)
         )
         self.scalar = bool(schema.returns) and not any(
             "Tensor" in str(item.type) for item in schema.returns
@@ -103,6 +101,13 @@ class OpInfo:
         for name in self.mutated_names:
             if name in kwargs:
                 yield from _opened(kwargs[name])
+
+
+def _is_written(func: Any, argument: Any) -> bool:
+    info = argument.alias_info
+    if info is not None and info.is_write:
+        return True
+    return is_silent_write(func, argument.name)
 
 
 def _opened(item: Any) -> Iterator[Any]:

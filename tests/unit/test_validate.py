@@ -64,7 +64,7 @@ def test_data_parallel_around_a_deferred_model_is_refused_with_the_order() -> No
 def test_a_lazy_module_without_shapes_is_refused_by_name() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.LazyLinear(3))
-    with pytest.raises(di.PlanError, match="run one dummy forward") as caught:
+    with pytest.raises(di.PlanError, match="with a dummy input on the meta") as caught:
         di.materialize(model, "cpu")
     assert "`0.weight`" in str(caught.value)
 
