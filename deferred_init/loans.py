@@ -10,9 +10,11 @@ from torch import Tensor
 
 from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Step
+from deferred_init.hot_loans import HotLoans
 from deferred_init.rebind import take_over
 from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import Slot, SlotKind
+from deferred_init.staged_loan import Loan
 from deferred_init.staging import Staging, staged_allocator
 
 if TYPE_CHECKING:
@@ -40,22 +42,20 @@ class Loans:
         self._step = step
         self._scratch = scratch
         self._lent: list[tuple[Slot, Tensor]] = []
-        self._staging: Staging | None = None
+        self._staging: Staging | HotLoans | None = None
 
     def __enter__(self) -> None:
         """Give memory, and lend."""
         try:
             with no_function_modes():
+                claimed = self._step.claim.slots
                 others = self._others() if self._scratch else ()
                 self._lend_scratch(others)
-                self._workspace.allocate(
-                    [
-                        s
-                        for s in self._step.claim.slots
-                        if not staged_allocator(s.tensor)
-                    ]
-                )
-                self._staging = self._lend_staged(others)
+                dense = [s for s in claimed if staged_allocator(s.tensor) is None]
+                if dense:
+                    self._workspace.allocate(dense)
+                if len(dense) < len(claimed) or others or self._step.claim.rewrites:
+                    self._lend_staged(others)
             if self._staging is not None:
                 self._staging.__enter__()
         except BaseException:
@@ -85,7 +85,7 @@ class Loans:
         """The slots whose tensors the body may write and must not."""
         site, claim = self._step.site, self._step.claim
         if not claim.rewrites:
-            return site.slots
+            return () if claim.slots == site.slots else site.slots
         return [slot for one in site.post_order() for slot in one.slots]
 
     def _lend_scratch(self, slots: Sequence[Slot]) -> None:
@@ -106,29 +106,34 @@ class Loans:
             slot.write(_scratch_like(original, device, copy=not made))
             self._lent.append((slot, original))
 
-    def _lend_staged(self, others: Sequence[Slot]) -> Staging | None:
+    def _lend_staged(self, others: Sequence[Slot]) -> None:
         """Lend tensors of full size for those of which only a part stays here."""
         workspace, claim = self._workspace, self._step.claim
         claimed = {id(slot.tensor): slot for slot in (*claim.slots, *claim.rewrites)}
-        lent = {id(slot.tensor): slot for slot in others}
-        staging: Staging | None = None
-        for key, slot in {**lent, **claimed}.items():
+        wanted = {id(slot.tensor): slot for slot in others}
+        wanted.update(claimed)
+        loans: list[Loan] = []
+        places: list[tuple[Slot, ...]] = []
+        for key, slot in wanted.items():
             home = workspace.current(slot.tensor)
             allocator = staged_allocator(home)
             if allocator is None:
                 continue
-            if staging is None:
-                staging = workspace.new_staging(self._step)
             made = key in workspace.made
             below = slot.owner is not self._step.site.module
-            staging.lend(
-                workspace.inventory.slots_of(slot.tensor),
+            loan = Loan(
                 home,
                 allocator,
+                workspace.request.device,
                 keeps=key in claimed or (made and below),
                 stored=made or not home.is_meta,
             )
-        return staging
+            loans.append(loan)
+            places.append(workspace.inventory.slots_of(slot.tensor))
+        if loans:
+            self._staging = workspace.new_staging(self._step, loans)
+            for loan, slots in zip(loans, places, strict=True):
+                self._staging.lend(loan, slots)
 
     def _collect_replacements(self) -> None:
         """Adopt tensors that the body put in place of the ones it was given."""
@@ -137,7 +142,8 @@ class Loans:
             found = slot.read()
             home = workspace.current(slot.tensor)
             if staging is not None and staging.loan_of(found) is not None:
-                workspace.allocate((slot,))  # an init function may leave it as it is
+                if id(slot.tensor) not in workspace.made:
+                    workspace.allocate((slot,))  # init code may leave it as it is
             elif found is not home:
                 if not take_over(home, found, workspace.undo.push):
                     workspace.adopt(slot, found)

@@ -60,12 +60,13 @@ class Loan:
         """Make the scratch, with memory at once or without."""
         home = self.home
         self.hot = hot
-        self.scratch = self._memory() if hot else self._one_element()
+        scratch = self._memory() if hot else self._one_element()
         if isinstance(home, nn.Parameter):
             grad = home.requires_grad
-            self.scratch = nn.Parameter(self.scratch, requires_grad=grad)
+            scratch = Tensor._make_subclass(nn.Parameter, scratch, grad)
         if home.__dict__:
-            self.scratch.__dict__.update(home.__dict__)
+            scratch.__dict__.update(home.__dict__)
+        self.scratch = scratch
 
     def heat(self) -> None:
         """Give the scratch memory; its contents are undefined."""

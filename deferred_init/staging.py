@@ -14,7 +14,7 @@ it gets memory of full size. When that would exceed the budget (the largest tens
 the plan), others are made cold again: the rank's slice is kept, the memory is freed.
 A view that somebody still holds of a hot tensor keeps it hot. Where all of a step fits
 into the budget and nothing was kept before, which is so for most modules, everything is
-made hot at once and nobody watches: that is all the same, and costs less.
+made hot at once and nobody watches (`hot_loans.py`): that is the same, and costs less.
 
 A value that was kept before is *absent* from the memory of its tensor when that is made
 hot again. A dispatch mode watches: an operation that overwrites all of it, as most
@@ -32,7 +32,6 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 
-import torch
 from torch import Tensor
 
 from deferred_init.aliases import storage_key
@@ -51,75 +50,48 @@ class Staging:
     """The loans of one step; a context in which they become hot when they are used.
 
     Args:
-        device: Where the full-size memory is taken.
         budget_bytes: How much of it may be in use before loans are made cold.
         keep: Called with a home and its full value, to keep the part.
-        prepare: Called with fresh memory, to poison it.
+        prepare: Called with fresh memory, to poison it; None to leave it alone.
         fulfil: Called with a home and what was promised, to fill the part; False if
             the whole is needed for that. None takes no promises.
     """
 
     def __init__(
         self,
-        device: torch.device,
         budget_bytes: int,
         keep: Callable[[Tensor, Tensor], None],
-        prepare: Callable[[Tensor], None],
+        prepare: Callable[[Tensor], None] | None = None,
         fulfil: Callable[[Tensor, Fill], bool] | None = None,
     ) -> None:
         self._fulfil = fulfil
-        self._device = device
         self._budget_bytes = budget_bytes
         self._keep = keep
         self._prepare = prepare
-        self._waiting: list[tuple[Loan, tuple[Slot, ...]]] = []
         self._loans: dict[int, Loan] = {}
         self._hot: OrderedDict[int, Loan] = OrderedDict()
         self._absent: dict[int, Loan] = {}
         self._lent: list[tuple[Slot, Tensor]] = []
         self._modes = ExitStack()
 
-    def lend(
-        self,
-        slots: tuple[Slot, ...],
-        home: Tensor,
-        allocator: StagedAllocator,
-        *,
-        keeps: bool,
-        stored: bool,
-    ) -> None:
-        """Put scratch into every place that holds a tensor, on entering."""
-        loan = Loan(home, allocator, self._device, keeps=keeps, stored=stored)
-        self._waiting.append((loan, slots))
+    def lend(self, loan: Loan, slots: tuple[Slot, ...]) -> None:
+        """Put scratch into every place that holds a tensor."""
+        loan.lend(hot=False)
+        self._loans[id(loan.scratch)] = loan
+        for slot in slots:
+            slot.write(loan.scratch)
+            self._lent.append((slot, loan.home))
 
     def __enter__(self) -> Staging:
-        """Lend, and begin to watch what is used."""
-        stored = any(loan.stored for loan, _ in self._waiting)
-        all_bytes = sum(loan.full_bytes for loan, _ in self._waiting)
-        hot = not stored and all_bytes <= self._budget_bytes and not self._fulfil
-        for loan, slots in self._waiting:
-            self._lend(loan, slots, hot=hot)
-        self._waiting.clear()
-        if not hot:
-            passing = PROMISED if self._fulfil else frozenset()
-            self._modes.enter_context(Uses(self._use, passing))
-        if stored:
+        """Begin to watch what is used."""
+        passing = PROMISED if self._fulfil else frozenset()
+        self._modes.enter_context(Uses(self._use, passing))
+        if any(loan.stored for loan in self._loans.values()):
             self._modes.enter_context(Contents(self._absent, self._touch))
         if self._fulfil:
             lenders.append(self)
             self._modes.callback(lenders.remove, self)
         return self
-
-    def _lend(self, loan: Loan, slots: tuple[Slot, ...], *, hot: bool) -> None:
-        loan.lend(hot=hot)
-        key = id(loan.scratch)
-        self._loans[key] = loan
-        if hot:
-            self._prepare(loan.scratch.detach())
-            self._hot[key] = loan
-        for slot in slots:
-            slot.write(loan.scratch)
-            self._lent.append((slot, loan.home))
 
     def __exit__(self, *_error: object) -> None:
         """Stop watching; nothing is kept or given back yet."""
@@ -172,7 +144,8 @@ class Staging:
                 continue
             self._make_room(loan.full_bytes, keys)
             loan.heat()
-            self._prepare(loan.scratch.detach())
+            if self._prepare is not None:
+                self._prepare(loan.scratch.detach())
             self._hot[key] = loan
             if loan.promised:
                 write, loan.promised = loan.promised, None

@@ -13,13 +13,14 @@ from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
+from deferred_init.hot_loans import HotLoans
 from deferred_init.loans import Loans
 from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
 from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import Inventory, Slot
-from deferred_init.staged_loan import Fill
+from deferred_init.staged_loan import Fill, Loan
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
@@ -43,6 +44,7 @@ class ExecutionWorkspace:
     def __init__(self, inventory: Inventory, request: Request) -> None:
         self.inventory = inventory
         self._request = request
+        self._casts = request.dtype is not None or request.recipe is not None
         self.made: set[int] = set()
         modules = [site.module for site in inventory.sites()]
         self._offloaded = offload_devices(modules)
@@ -138,20 +140,22 @@ class ExecutionWorkspace:
         """Let the body write the step's tensors, and nothing else, in full size."""
         return Loans(self, step, scratch=False)
 
-    def new_staging(self, step: Step) -> Staging:
-        """Return an empty set of loans in full size, within the budget."""
+    def new_staging(self, step: Step, loans: Sequence[Loan]) -> Staging | HotLoans:
+        """Return what lends tensors in full size, within the budget."""
+        prepare = self.poison if self._request.verify == "full" else None
         fast = self._request.rng == "fast"
         promises = fast and getattr(step.initializer, "only_uses_torch", False)
-        return Staging(
-            self._request.device,
-            self.largest_bytes,
-            self.keep,
-            self.poison,
-            self._fulfil if promises else None,
-        )
+        stored = any(loan.stored for loan in loans)
+        num_bytes = sum(loan.full_bytes for loan in loans)
+        if not (promises or stored) and num_bytes <= self.largest_bytes:
+            return HotLoans(self.keep, prepare)
+        fulfil = self._fulfil if promises else None
+        return Staging(self.largest_bytes, self.keep, prepare, fulfil)
 
     def finish(self, slots: Iterable[Slot]) -> None:
         """Cast tensors to their final dtype once nobody writes them any more."""
+        if not self._casts and not self.replaced:
+            return  # each is of the dtype that it has in the inventory
         with no_function_modes():
             for slot in slots:
                 tensor = self.current(slot.tensor)
@@ -193,11 +197,13 @@ class ExecutionWorkspace:
         """Keep the part of a full value that stays in this process."""
         allocator = staged_allocator(home)
         assert allocator is not None
-        part = allocator.part_of(home, full)
+        fresh = id(home) not in self.made
+        device = self._offloaded.get(id(home), self._request.device)
+        part = allocator.part_of(home, full, device if fresh else None)
         if part is not None:
             self._install(home, part)
             return
-        if id(home) not in self.made:
+        if fresh:
             self._install(home, self._empty_like(home))
         allocator.keep(home, full)
 

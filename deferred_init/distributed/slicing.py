@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -50,9 +50,12 @@ class Region:
 
     Attributes:
         dims: For each dim the ranges that are kept.
+        cut: Dim, start and length of the one range that makes the region; None if it
+            takes more than one, or if the tensor is a scalar.
     """
 
     dims: tuple[Segments, ...]
+    cut: tuple[int, int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -77,15 +80,28 @@ def region_of(
         ValueError: If no reading gives `local_shape`.
     """
     readings = [_right_to_left(shape, axes), _left_to_right(shape, axes)]
-    if local_shape is None:
-        return readings[0]
+    expected = readings[0].shape if local_shape is None else tuple(local_shape)
     for region in readings:
-        if region.shape == tuple(local_shape):
-            return region
+        if region.shape == expected:
+            return replace(region, cut=_single_cut(shape, region.dims))
     raise ValueError(
-        f"the local tensor has shape {tuple(local_shape)}, but the placements give "
+        f"the local tensor has shape {expected}, but the placements give "
         f"{readings[-1].shape} of {tuple(shape)}"
     )
+
+
+def _single_cut(
+    shape: Sequence[int], dims: tuple[Segments, ...]
+) -> tuple[int, int, int] | None:
+    """See `Region.cut`; what is all of a tensor is a range of its first dim."""
+    whole = [((0, size),) for size in shape]
+    cut = [dim for dim, kept in enumerate(dims) if kept != whole[dim]]
+    if len(cut) > 1 or not dims:
+        return None
+    dim = cut[0] if cut else 0
+    kept = dims[dim] or ((0, 0),)
+    (start, end), *more = kept
+    return None if more else (dim, start, end - start)
 
 
 def window_of(shape: Sequence[int], region: Region) -> Window | None:

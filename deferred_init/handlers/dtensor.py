@@ -91,16 +91,32 @@ class DTensorAllocator:
         )
         return _wrap(tensor, data, tensor._spec)
 
-    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
-        """Return a DTensor over a part of a full value of a class of its own.
+    def part_of(
+        self, tensor: Tensor, full: Tensor, device: torch.device | None = None
+    ) -> Tensor | None:
+        """Return a DTensor over this rank's part, where it can be cut in one piece.
 
-        None for a dense value, of which `keep` copies a part; see the note in
-        `distributed/quantized_shards.py`.
+        A value of a class of its own is cut as `distributed/quantized_shards.py` says.
+        None for other dense values, of which `keep` copies the part, and where the
+        home has memory already.
         """
         assert isinstance(tensor, DTensor)
-        if not has_own_representation(full) or region_on_this_rank(tensor) is None:
+        region = region_on_this_rank(tensor)
+        if region is None:
             return None
-        return _wrap(tensor, cut(tensor, full), tensor._spec)
+        if has_own_representation(full):
+            return _wrap(tensor, cut(tensor, full), tensor._spec)
+        if (
+            region.cut is None
+            or full.device != device
+            or full.dtype != tensor.dtype
+            or full.size() != tensor.size()
+            or not tensor._local_tensor.is_contiguous()
+        ):
+            return None
+        part = full.detach().narrow(*region.cut)
+        data = part.clone(memory_format=torch.contiguous_format)
+        return _wrap(tensor, data, tensor._spec)
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:
         """Copy this rank's part of a full value into the local tensor."""
@@ -221,7 +237,10 @@ def _region(
 
 
 def _wrap(like: DTensor, local: Tensor, spec: Any) -> Tensor:
-    made: Any = DTensor(local, spec, requires_grad=like.requires_grad)
+    # Not by a call of the class, which adds nothing but the time of an empty
+    # `__init__` behind a wrapper.
+    new: Any = DTensor.__new__
+    made: Any = new(DTensor, local, spec, requires_grad=like.requires_grad)
     if isinstance(like, nn.Parameter):
         # As `nn.Parameter` marks it, without the `detach()` that it calls before:
         # a replay hands tensors over while dispatch to subclasses is off.

@@ -227,8 +227,17 @@ class StagedAllocator(Allocator, Protocol):
         """Bytes of the whole tensor."""
         ...
 
-    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
-        """Return the part as a new tensor if it cannot be copied, else None."""
+    def part_of(
+        self, tensor: Tensor, full: Tensor, device: torch.device | None = None
+    ) -> Tensor | None:
+        """Return the part of a full value as a new tensor; None to copy it by `keep`.
+
+        Args:
+            tensor: The home.
+            full: The value, on any device.
+            device: Where the part is to stay; None if the home has memory already,
+                which a new tensor replaces only where nothing can be copied into it.
+        """
         ...
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:

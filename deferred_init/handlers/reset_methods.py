@@ -15,6 +15,7 @@ eager construction did not draw. Where an initializer of the module's type runs
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
+from contextlib import nullcontext
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -103,8 +104,8 @@ class ResetMethods:
         if not step.claim.slots and not step.claim.rewrites:
             return
         calls, _ = _calls(module)
-        aside = self._real.get(module, ())
-        with set_aside(aside), workspace.filling(step):
+        aside = self._real.get(module)
+        with set_aside(aside) if aside else nullcontext(), workspace.filling(step):
             _run_all(module, calls)
 
 

@@ -91,17 +91,17 @@ def _count_cut(rng: str, built: str) -> int:
     model = _deferred(built, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
     fully_shard(model)
     cut = []
-    keep = DTensorAllocator.keep
+    part_of = DTensorAllocator.part_of
 
-    def counted(self: Any, tensor: torch.Tensor, full: torch.Tensor) -> None:
+    def counted(self: Any, tensor: torch.Tensor, full: torch.Tensor, *more: Any) -> Any:
         cut.append(full.shape)
-        keep(self, tensor, full)
+        return part_of(self, tensor, full, *more)
 
-    DTensorAllocator.keep = counted  # type: ignore[method-assign]
+    DTensorAllocator.part_of = counted  # type: ignore[method-assign]
     try:
         di.materialize(model, DEVICE, seed=1, rng=rng)
     finally:
-        DTensorAllocator.keep = keep  # type: ignore[method-assign]
+        DTensorAllocator.part_of = part_of  # type: ignore[method-assign]
     return len(cut)
 
 

@@ -14,6 +14,8 @@ def _cut(full: torch.Tensor, axes: list[Axis], **kwargs: object) -> torch.Tensor
     region = region_of(full.shape, axes, **kwargs)  # type: ignore[arg-type]
     local = torch.full(region.shape, -1, dtype=full.dtype)
     copy_region(local, full, region)
+    if region.cut is not None:
+        assert torch.equal(full.narrow(*region.cut), local)
     return local
 
 
@@ -48,6 +50,21 @@ def test_every_combination_of_shards_cuts_as_torch_chunk_does(
         for dim, size, rank in zip(dims, sizes, ranks, strict=True)
     ]
     assert torch.equal(_cut(full, axes), expected)
+
+
+def test_one_range_of_one_dim_is_known_as_such() -> None:
+    def cut(*axes: Axis) -> tuple[int, int, int] | None:
+        return region_of((8, 6), axes).cut
+
+    rows, columns = (Axis(dim=dim, size=2, rank=1) for dim in (0, 1))
+    strided = Axis(dim=0, size=2, rank=1, split_factor=2)
+    assert cut() == (0, 0, 8)
+    assert cut(rows) == (0, 4, 4)
+    assert cut(columns) == (1, 3, 3)
+    assert cut(rows, columns) is None
+    assert region_of((8, 6), [strided], (4, 6)).cut == (0, 4, 4)
+    assert region_of((), []).cut is None
+    assert region_of((3, 2), [Axis(dim=0, size=4, rank=3)]).cut == (0, 0, 0)
 
 
 @settings(deadline=None, max_examples=100)

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.handlers.protocol import Request, StagedAllocator
+from deferred_init.hot_loans import HotLoans
 from deferred_init.inventory import take_inventory
-from deferred_init.staging import Staging
+from deferred_init.staging import Loan, Staging
 
 
 class FirstRow:
@@ -32,7 +33,9 @@ class FirstRow:
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
         return torch.empty_like(tensor, device=device)
 
-    def part_of(self, tensor: Tensor, full: Tensor) -> Tensor | None:
+    def part_of(
+        self, tensor: Tensor, full: Tensor, device: torch.device | None = None
+    ) -> Tensor | None:
         return None
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:
@@ -52,28 +55,37 @@ class FirstRow:
 def _ignore(_value: object) -> None: ...
 
 
+def _poison(fresh: Tensor) -> None:
+    fresh.fill_(float("nan"))
+
+
 class Lent:
     """Two meta weights of 4 x 3 floats, 48 bytes each, lent under a budget."""
 
-    def __init__(self, budget_bytes: int = 48, *, stored: bool = False) -> None:
+    def __init__(
+        self, budget_bytes: int = 48, *, stored: bool = False, hot: bool = False
+    ) -> None:
         self.module = nn.ParameterDict(
             {name: nn.Parameter(torch.empty(4, 3, device="meta")) for name in "ab"}
         )
         self.allocator = FirstRow()
         assert isinstance(self.allocator, StagedAllocator)
-        self.staging = Staging(
-            torch.device("cpu"),
-            budget_bytes,
-            self.allocator.keep,
-            lambda fresh: _ignore(fresh.fill_(float("nan"))),
+        keep = self.allocator.keep
+        self.staging: Staging | HotLoans = (
+            HotLoans(keep, _poison) if hot else Staging(budget_bytes, keep, _poison)
         )
         self.homes = dict(self.module.items())
         for slot in take_inventory((self.module,)).slots:
             if stored:
                 self.allocator.rows[id(slot.tensor)] = torch.full((3,), 7.0)
-            self.staging.lend(
-                (slot,), slot.tensor, self.allocator, keeps=True, stored=stored
+            loan = Loan(
+                slot.tensor,
+                self.allocator,
+                torch.device("cpu"),
+                keeps=True,
+                stored=stored,
             )
+            self.staging.lend(loan, (slot,))
 
     def fill(self, body: Callable[[nn.ParameterDict], None]) -> dict[str, list[float]]:
         with self.staging, torch.no_grad():
@@ -216,7 +228,7 @@ def test_a_write_that_no_mode_sees_fails_instead_of_being_lost() -> None:
 
 
 def test_what_fits_into_the_budget_has_memory_without_being_watched() -> None:
-    lent = Lent(budget_bytes=96)
+    lent = Lent(hot=True)
 
     def body(module: nn.ParameterDict) -> None:
         assert not torch.overrides._is_torch_function_mode_enabled()
@@ -225,6 +237,15 @@ def test_what_fits_into_the_budget_has_memory_without_being_watched() -> None:
     rows = lent.fill(body)
     assert rows["a"] == [3, 3, 3]
     assert all(value != value for value in rows["b"])  # untouched, and poisoned
+
+
+def test_memory_that_init_code_keeps_hold_of_is_freed_all_the_same() -> None:
+    lent = Lent(hot=True)
+    kept: list[Tensor] = []
+    lent.fill(lambda module: kept.append(module["a"]))
+    assert kept[0].shape == (4, 3)
+    assert kept[0].untyped_storage().nbytes() == 4
+    assert lent.module["a"] is lent.homes["a"]
 
 
 def test_a_value_that_was_only_looked_at_stays_as_it_is() -> None:

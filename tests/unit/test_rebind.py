@@ -62,6 +62,34 @@ def test_attributes_of_the_new_tensor_win() -> None:
     assert (param.shared, param.own) == ("new", 1)
 
 
+class Slotted(torch.Tensor):
+    """Keeps a part of itself in a slot, as DTensor does."""
+
+    __slots__ = ("part",)
+    part: str
+
+
+def test_slots_of_a_class_go_with_the_contents_and_come_back() -> None:
+    old, new = (torch.empty(2).as_subclass(Slotted) for _ in range(2))
+    old.part, new.part = "old", "new"
+    old.mark = 1  # type: ignore[attr-defined]
+    undo = exchange(old, new)
+    assert (old.part, new.part) == ("new", "old")
+    assert old.mark == 1  # type: ignore[attr-defined]
+    undo()
+    undo()
+    assert (old.part, new.part) == ("old", "new")
+
+
+def test_a_slot_that_only_the_new_tensor_has_filled_is_taken_over() -> None:
+    old, new = (torch.empty(2).as_subclass(Slotted) for _ in range(2))
+    new.part = "new"
+    undo = exchange(old, new)
+    assert old.part == "new"
+    undo()
+    assert new.part == "new"
+
+
 def test_weak_references_stay_right() -> None:
     param = _meta_parameter()
     reference = weakref.ref(param)
