@@ -15,6 +15,7 @@ __all__ = [
     "byte_span",
     "group_by_storage",
     "is_deferred",
+    "same_elements",
     "storage_key",
 ]
 
@@ -96,6 +97,21 @@ def byte_span(tensor: Tensor) -> tuple[int, int]:
         for length, stride in zip(tensor.size(), tensor.stride(), strict=True)
     )
     return start, start + (reach + 1) * size
+
+
+def same_elements(one: Tensor, other: Tensor) -> bool:
+    """Tell whether two meta tensors of one storage are windows on the same elements.
+
+    Recorded tensors know their own writers and are left out.
+    """
+    if hasattr(type(one), "__records_operations__"):
+        return False
+    return (
+        one.dtype == other.dtype
+        and one.size() == other.size()
+        and one.stride() == other.stride()
+        and one.storage_offset() == other.storage_offset()
+    )
 
 
 def _covers_storage(tensor: Tensor) -> bool:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from deferred_init.aliases import byte_span
+from deferred_init.aliases import byte_span, same_elements
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
@@ -57,7 +57,11 @@ def _lies_within(inventory: Inventory, slot: Slot, claimed: set[int]) -> bool:
     """Whether a tensor is a view into memory that a claimed tensor fills."""
     start, end = byte_span(slot.tensor)
     for member in inventory.groups[id(slot.tensor)].members:
-        if id(member) in claimed and member.is_contiguous():
+        if id(member) not in claimed:
+            continue
+        if same_elements(member, slot.tensor):
+            return True
+        if member.is_contiguous():
             first, last = byte_span(member)
             if first <= start and end <= last:
                 return True

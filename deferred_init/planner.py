@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from deferred_init.aliases import same_elements
 from deferred_init.errors import PlanError
 from deferred_init.forecast import peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
@@ -34,6 +35,7 @@ from deferred_init.plan_checks import (
 )
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, ModuleSite, Slot
+from deferred_init.value_assumptions import value_assumptions
 
 __all__ = ["make_plan"]
 
@@ -85,6 +87,7 @@ def make_plan(
         assumptions=(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
+            *value_assumptions(steps),
         ),
         final_bytes=final_bytes,
         scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,
@@ -253,9 +256,21 @@ class _Claims:
             return ()
         unique: dict[int, Slot] = {}
         for slot in deferred:
-            if id(slot.tensor) not in self.claimed:
+            if id(slot.tensor) not in self.claimed and not self._has_claimed_twin(slot):
                 unique.setdefault(id(slot.tensor), slot)
         return tuple(unique.values())
+
+    def _has_claimed_twin(self, slot: Slot) -> bool:
+        """Whether another Parameter object of the same elements is made already.
+
+        `accelerate.init_empty_weights` turns ties into such twins; like a tie, the
+        memory keeps the values that it was given first.
+        """
+        members = self._inventory.groups[id(slot.tensor)].members
+        return len(members) > 1 and any(
+            id(one) in self.claimed and same_elements(one, slot.tensor)
+            for one in members
+        )
 
 
 def _sites_with_deferred(inventory: Inventory) -> set[int]:
