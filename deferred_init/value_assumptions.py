@@ -38,7 +38,9 @@ def _written_again(steps: Sequence[Step]) -> Iterator[str]:
     names = [
         slot.fqn
         for slot in _made_by_torch(steps)
-        if id(slot.tensor) not in again and slot.tensor._version > _num_writes(slot)
+        if id(slot.tensor) not in again
+        and not slot.tensor.is_inference()  # of which torch counts no writes
+        and slot.tensor._version > _num_writes(slot)
     ]
     if names:
         yield (
