@@ -41,7 +41,9 @@ class GeneratorSnapshot:
     """States of every generator that an init function may draw from.
 
     These are torch's default generators of the CPU and of the target device,
-    Python's `random`, and numpy's global one where numpy is imported.
+    Python's `random`, and numpy's global one where `numpy.random` is imported: numpy 2
+    does so at its first use, which takes milliseconds, and nobody can have seeded it
+    before.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -49,8 +51,8 @@ class GeneratorSnapshot:
         self._cpu = torch.random.get_rng_state()
         self._accelerator = _get_device_state(device)
         self._python = random.getstate()
-        numpy = sys.modules.get("numpy")
-        self._numpy: Any = None if numpy is None else numpy.random.get_state()
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy: Any = None if numpy_random is None else numpy_random.get_state()
 
     def restore(self) -> None:
         """Put all generators back."""
@@ -61,7 +63,7 @@ class GeneratorSnapshot:
             )
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+            sys.modules["numpy.random"].set_state(self._numpy)
 
 
 def seed_all(seed: int, device: torch.device) -> None:

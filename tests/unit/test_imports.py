@@ -107,6 +107,30 @@ def test_the_probe_of_the_test_above_notices_every_effect(tmp_path: Path) -> Non
     ]
 
 
+_MATERIALIZE = """
+import sys
+import numpy, torch
+import deferred_init as di
+
+before = "numpy.random" in sys.modules
+layer = torch.nn.Linear(2, 2, device="meta")
+di.materialize(layer, "cpu", seed=0)
+print(before, "numpy.random" in sys.modules)
+"""
+
+
+def test_materializing_does_not_load_the_random_numbers_of_numpy() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", _MATERIALIZE],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=ROOT,
+    )
+    before, after = done.stdout.split()
+    assert before == after  # numpy 1 loads them by itself
+
+
 def test_the_public_names_are_these_and_stand_in_all() -> None:
     assert sorted(deferred_init.__all__) == PUBLIC_NAMES
 
