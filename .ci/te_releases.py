@@ -1,8 +1,9 @@
-"""Look in the sources of Transformer Engine's releases for the private names we use.
+"""Look in the sources of Transformer Engine's releases for the names we use.
 
 Usage: te_releases.py [VERSION ...]. A release's Python sources are in a small wheel; it
 is downloaded and read, and nothing of it is imported or built, so neither a GPU nor a
-compiler is needed. Fails if a release lacks a name that the list does not say it may.
+compiler is needed. Fails if a release lacks a private name that the list does not say
+it may, or a name that a handler imports when it is loaded.
 """
 
 from __future__ import annotations
@@ -31,6 +32,22 @@ def te_names() -> tuple[Any, ...]:
     sys.modules.setdefault("deferred_init", package)
     module = importlib.import_module("deferred_init.private_names.te_names")
     return tuple(module.TE_NAMES)
+
+
+def imported_names() -> tuple[Any, ...]:
+    """Return what our modules import from Transformer Engine when they are loaded."""
+    found: dict[str, Any] = {}
+    for path in sorted((ROOT / "deferred_init").rglob("*.py")):
+        for node in ast.parse(path.read_text(encoding="utf-8")).body:
+            if not isinstance(node, ast.ImportFrom) or not node.module:
+                continue
+            if node.module.startswith("transformer_engine"):
+                for alias in node.names:
+                    name = f"{node.module}.{alias.name}"
+                    found[name] = types.SimpleNamespace(
+                        module=node.module, name=alias.name, path=name, only_in=""
+                    )
+    return tuple(found.values())
 
 
 @functools.cache
@@ -92,7 +109,7 @@ def unpacked(version: str, folder: Path) -> Path | None:
 
 def main() -> int:
     """Check the releases of the command line, or those that we name."""
-    names = te_names()
+    names = te_names() + imported_names()
     failed = False
     for version in sys.argv[1:] or VERSIONS:
         with tempfile.TemporaryDirectory() as folder:

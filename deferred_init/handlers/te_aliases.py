@@ -7,7 +7,7 @@ Whatever replaces objects (`to_empty`, a first step that failed) leaves them apa
 from __future__ import annotations
 
 from torch import Tensor, nn
-from transformer_engine.pytorch.ops import FusedOperation
+from transformer_engine.pytorch.ops.op import FusedOperation
 
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer

@@ -12,9 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
-from transformer_engine.pytorch.ops import FusedOperation
 from transformer_engine.pytorch.ops.fuser import OperationFuser
-from transformer_engine.pytorch.ops.op import BasicOperation
+from transformer_engine.pytorch.ops.op import BasicOperation, FusedOperation
 
 from deferred_init.audit.kinds import register_cache
 from deferred_init.audit.scene import Scene, register_detector

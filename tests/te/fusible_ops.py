@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformer_engine.pytorch as te
 from torch import Tensor, nn
+from transformer_engine.pytorch.ops.op import BasicOperation
 
 __all__ = ["Product", "build", "step", "train"]
 
@@ -20,7 +21,7 @@ SIZE = 8
 CPU = torch.device("cpu")
 
 
-class Product(te.ops.BasicOperation):
+class Product(BasicOperation):
     """Multiplies by a matrix; makes it as the ops of Transformer Engine make theirs."""
 
     def __init__(self, size: int, device: str) -> None:
