@@ -114,6 +114,29 @@ def test_the_way_out_of_a_cast_gives_eagers_values() -> None:
         assert torch.equal(model.state_dict()[name], expected), name
 
 
+class _Block(nn.Module):
+    """As diffusers fills its blocks: one loop, two lists, registered afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        lists: tuple[list[nn.Module], list[nn.Module]] = ([], [])
+        for _ in range(2):
+            for one in lists:
+                one.append(nn.Linear(2, 2))
+        self.attentions = nn.ModuleList(lists[1])
+        self.resnets = nn.ModuleList(lists[0])
+
+
+def test_lists_that_one_loop_may_have_filled_are_named() -> None:
+    with META:
+        model = nn.Sequential(_Block(), _Block())
+    (text,) = di.plan(model, "cpu").assumptions
+    assert text.startswith("the modules in `attentions`, `resnets` of _Block were")
+    assert not _equal(lambda: nn.Sequential(_Block(), _Block()), model)
+    recorded = di.deferred_init(_Block)
+    assert di.plan(recorded, "cpu").assumptions == ()
+
+
 def test_a_model_as_torch_makes_it_shows_nothing() -> None:
     with META:
         model = nn.Sequential(
