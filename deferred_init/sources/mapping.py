@@ -11,6 +11,7 @@ from torch import Tensor
 from deferred_init.errors import PlanError, listing
 from deferred_init.sources.byte_files import TensorBytes
 from deferred_init.sources.protocol import Extent, TensorInfo
+from deferred_init.sources.quantized import readable
 
 __all__ = ["MappingSource", "flatten"]
 
@@ -61,7 +62,7 @@ class MappingSource:
 
     def read(self, key: str, start: int, stop: int) -> Tensor:
         """Return rows of a tensor, sharing its memory."""
-        value = self._values[key]
+        value = readable(self._values[key])
         return value[start:stop] if value.ndim else value
 
     def as_stored(self, key: str) -> Tensor | None:

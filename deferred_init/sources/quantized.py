@@ -1,19 +1,21 @@
-"""Tensors of Transformer Engine's classes in a folder of DCP, with bits and scales.
+"""Tensors of Transformer Engine's classes in checkpoints, with bits and scales.
 
-The metadata has only the dtype that such a tensor pretends to have. Each chunk is a
-file of `torch.save`, which begins with what describes the tensor; that is looked at.
+The metadata of a DCP folder has only the dtype that such a tensor pretends to have.
+Each chunk is a file of `torch.save`, which begins with what describes the tensor; that
+is looked at.
 """
 
 from __future__ import annotations
 
 import io
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["stored_quantized"]
+__all__ = ["readable", "stored_quantized"]
 
 _SPECIAL = b"transformer_engine"
 _DESCRIPTION_BYTES = 4096
@@ -47,9 +49,25 @@ def stored_quantized(folder: Path, metadata: Any, key: str) -> Tensor | None:
     return None if joined is None or tuple(joined.shape) != size else joined
 
 
+def readable(tensor: Tensor) -> Tensor:
+    """Return a quantized tensor where Transformer Engine can take it apart.
+
+    On the host it does that with one scale for all elements; what has a scale for each
+    block is given to its kernels, which would read host memory.
+    """
+    kind = type(tensor)
+    on_host = tensor.device.type == "cpu" and torch.cuda.is_available()
+    is_quantized = kind.__module__.startswith("transformer_engine")
+    if on_host and is_quantized and not hasattr(tensor, "_scale_inv"):
+        return tensor.to("cuda")
+    return tensor
+
+
 def _read(path: Path, info: Any) -> Any:
-    """Read a chunk; None if it is an ordinary tensor, or was transformed."""
+    """Read a chunk; None if it is an ordinary tensor, or cannot be read so."""
     if getattr(info, "transform_descriptors", None):
+        return None
+    if "transformer_engine" not in sys.modules:  # nobody knows its classes
         return None
     with path.open("rb") as file:
         file.seek(info.offset)
