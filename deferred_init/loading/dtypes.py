@@ -15,8 +15,8 @@ def cast_problem(stored: torch.dtype, wanted: torch.dtype) -> str | None:
     scale, which a cast does not know.
 
     >>> cast_problem(torch.float32, torch.bfloat16)
-    >>> cast_problem(torch.float32, torch.int64)
-    'is torch.int64 in the model, but torch.float32 in the checkpoint'
+    >>> cast_problem(torch.float32, torch.int64).split(": ")[-1]
+    'convert it there first'
     """
     if stored == wanted:
         return None
@@ -36,7 +36,7 @@ def cast_problem(stored: torch.dtype, wanted: torch.dtype) -> str | None:
             return None
     if {stored, wanted} == {torch.uint8, torch.bool}:
         return None
-    return text
+    return f"{text}: convert it there first"
 
 
 def _is_scaled(dtype: torch.dtype) -> bool:

@@ -184,11 +184,12 @@ class _Matching:
         if not fitting:
             self._used.update(keys)
             if target.slot.deferred:
-                self._reject(
-                    target,
-                    f"has shape {target.shape} in the model, but "
-                    f"{self._infos[keys[0]].shape} in the checkpoint (`{keys[0]}`)",
-                )
+                stored = self._infos[keys[0]].shape
+                text = f"has shape {target.shape} in the model, but {stored} in the "
+                text += f"checkpoint (`{keys[0]}`)"
+                if stored == (*target.shape[:-2], *target.shape[:-3:-1]):
+                    text += ": if it is transposed, pass a `Transpose` in `names`"
+                self._reject(target, text)
             return
         self._used.update(keys)
         if len(keys) > 1 and target.slot.deferred:

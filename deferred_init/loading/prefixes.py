@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 
+from deferred_init.errors import listing
+
 __all__ = ["suggest_prefix"]
 
 
@@ -38,10 +40,16 @@ def suggest_prefix(
     if best_much[1] >= best_little[1]:
         prefix, count = best_much
         pattern = "^" + re.escape(prefix)
-        return (
+        text = (
             f"Without the prefix `{prefix}` {count} of {total} would match: pass "
             f"names={{r{pattern!r}: ''}}".replace("\\\\", "\\")
         )
+        rivals = sorted(p for p, n in too_much.items() if n == count and p != prefix)
+        if rivals:
+            text += (
+                f". So would they without {listing(rivals)}: choose by what it holds"
+            )
+        return text
     prefix, count = best_little
     return (
         f"With the prefix `{prefix}` put before them, {count} of {total} would match: "

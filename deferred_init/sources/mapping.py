@@ -35,6 +35,16 @@ class MappingSource:
     ) -> None:
         self.name = name
         self._values = flatten(mapping)
+        arrays = [
+            str(key)
+            for key, value in mapping.items()
+            if hasattr(value, "__array_interface__") and not isinstance(value, Tensor)
+        ]
+        if arrays:
+            raise PlanError(
+                f"{name}: {len(arrays)} values are numpy arrays, expected tensors: "
+                f"{listing(arrays)}. Pass `torch.from_numpy(array)`"
+            )
         if not self._values:
             raise PlanError(f"{name} holds no tensors")
         empty = [key for key, value in self._values.items() if value.is_meta]

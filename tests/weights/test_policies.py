@@ -60,8 +60,8 @@ def test_a_dtype_that_would_lose_its_meaning_is_an_error(
     weights = {"x": torch.zeros(3, dtype=stored)}
     with pytest.raises(di.PlanError) as caught:
         di.materialize(model, "cpu", weights=weights)
-    expected = f"`x` is {wanted} in the model, but {stored} in the checkpoint (`x`)"
-    assert str(caught.value) == expected
+    expected = f"`x` is {wanted} in the model, but {stored} in the checkpoint: "
+    assert str(caught.value) == f"{expected}convert it there first (`x`)"
 
 
 def test_eight_bit_floats_are_not_cast_because_their_scales_would_be_lost() -> None:
