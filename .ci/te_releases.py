@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-# The oldest that pyproject.toml names, the oldest for CUDA 13, and the newest.
+# The oldest for CUDA 12, the oldest that pyproject.toml names, and the newest.
 VERSIONS = ("2.7.0", "2.9.0", "2.20.2")
 
 

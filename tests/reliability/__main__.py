@@ -21,6 +21,8 @@ FILES = (
     TESTS / "behaviour" / "test_all_or_nothing.py",
     TESTS / "behaviour" / "test_audit_mutations.py",
     TESTS / "distributed" / "test_faults.py",
+    TESTS / "distributed" / "test_broadcast_faults.py",
+    TESTS / "distributed" / "test_killed_ranks.py",
     TESTS / "te" / "test_te_faults.py",
     TESTS / "gpu" / "test_faults.py",
 )
