@@ -34,13 +34,19 @@ def replacements(*, has_gpu: bool) -> Iterator[tuple[Any, str, Any]]:
     for module_name, module in list(sys.modules.items()):
         if module is None or not module_name.startswith(_PACKAGE):
             continue
-        for name in [n for n in vars(module) if n.startswith("warmup_jit_")]:
+        for name in _warm_ups(module, len(vars(module))):
             yield module, name, _nothing
     nvfp4 = sys.modules.get(_NVFP4)
     for name in _READ:
         function = getattr(nvfp4, name, None)
         if function is not None:
             yield nvfp4, name, _for_real(function, has_gpu)
+
+
+@functools.lru_cache(maxsize=1024)
+def _warm_ups(module: Any, _num_names: int) -> tuple[str, ...]:
+    """Names of functions that warm up; remembered for as long as none comes in."""
+    return tuple(name for name in vars(module) if name.startswith("warmup_jit_"))
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:

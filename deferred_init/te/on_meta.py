@@ -114,25 +114,27 @@ class _AcceleratorToMeta(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].to("meta")
-        if kwargs.get("device") is not None and _is_accelerator(kwargs["device"]):
-            kwargs["device"] = torch.device("meta")
-        moves = func is torch.Tensor.to and len(args) > 1
+        kwargs = kwargs or {}
+        device = kwargs.get("device")
+        if device is not None and _is_accelerator(device):
+            kwargs = {**kwargs, "device": _META}
         if (
-            moves
+            func is torch.Tensor.to
+            and len(args) > 1
             and isinstance(args[1], (str, torch.device))
             and _is_accelerator(args[1])
         ):
-            args = (args[0], torch.device("meta"), *args[2:])
+            args = (args[0], _META, *args[2:])
         return func(*args, **kwargs)
 
 
 def _is_accelerator(device: Any) -> bool:
     if isinstance(device, int):
         return True
-    return torch.device(device).type in _ACCELERATORS
+    known = device if type(device) is torch.device else torch.device(device)
+    return known.type in _ACCELERATORS
 
 
 class _Building:
