@@ -1,25 +1,18 @@
-"""What modules hold besides what is registered, as far as it may lead to tensors.
-
-[Note: Layouts]
-A module has tens of attributes, of which few can hold anything: their types decide. So
-of modules whose attributes have the same names and types in the same order, the same
-attributes are worth a look, and which they are is remembered.
-"""
+"""What modules hold besides what is registered, as far as it may lead to tensors."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
 
 from deferred_init.object_contents import (
+    ATOM_TYPES,
     BUILT_IN,
     itself,
     lead_nowhere,
-    nothing,
     reader_of,
-    when_readers_change,
 )
 
 __all__ = ["held_by", "unregistered"]
@@ -29,38 +22,18 @@ _MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"}
 # What FSDP2 keeps of its own; brought up to date by its refresher.
 _WRAPPER_STATE = "__composable_api_state_key"
 _BATCH = 64
-_MAX_LAYOUTS = 4096  # they keep types alive
-# By names and types: the place and name of each, and whether not if it is empty.
-_Layout = tuple[tuple[int, str, bool], ...]
-_layouts: dict[tuple[tuple[str, ...], tuple[type, ...]], _Layout] = {}
-when_readers_change(_layouts.clear)
 
 
 def held_by(module: nn.Module) -> Held:
     """List the attributes of a module that may lead to tensors, with their names."""
-    attributes = vars(module)
-    key = tuple(attributes), tuple(map(type, attributes.values()))
-    layout = _layouts.get(key)
-    if layout is None:
-        if len(_layouts) >= _MAX_LAYOUTS:
-            _layouts.clear()
-        layout = _layouts[key] = tuple(_worth_a_look(attributes))
-    values = tuple(attributes.values())
     return [
-        (name, values[place])
-        for place, name, may_be_empty in layout
-        if not may_be_empty or values[place]
+        (name, value)
+        for name, value in vars(module).items()
+        if type(value) not in ATOM_TYPES
+        and name not in _MODULE_INTERNALS
+        and (type(value) not in BUILT_IN or value)
+        and not name.startswith(_WRAPPER_STATE)
     ]
-
-
-def _worth_a_look(attributes: Mapping[str, Any]) -> Iterable[tuple[int, str, bool]]:
-    for place, (name, value) in enumerate(attributes.items()):
-        if (
-            name not in _MODULE_INTERNALS
-            and not name.startswith(_WRAPPER_STATE)
-            and reader_of(type(value)) is not nothing
-        ):
-            yield place, name, type(value) in BUILT_IN
 
 
 def unregistered(roots: Iterable[nn.Module]) -> dict[int, Held]:
@@ -73,15 +46,16 @@ def unregistered(roots: Iterable[nn.Module]) -> dict[int, Held]:
     found: dict[int, Held] = {}
     for start in range(0, len(modules), _BATCH):
         batch = [(id(each), held_by(each)) for each in modules[start : start + _BATCH]]
+        found.update(batch)
+        holding = [(key, held) for key, held in batch if held]
         nested = [
             value
-            for _, held in batch
+            for _, held in holding
             for _, value in held
             if reader_of(type(value)) is not itself
         ]
         if nested and lead_nowhere(nested):
-            batch = [(key, [*filter(_is_itself, held)]) for key, held in batch]
-        found.update(batch)
+            found.update((key, [*filter(_is_itself, held)]) for key, held in holding)
     return found
 
 

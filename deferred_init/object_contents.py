@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 __all__ = ["ATOM_TYPES", "BUILT_IN", "itself", "lead_nowhere", "leave_out"]
-__all__ += ["look_into", "nothing", "reader_of", "when_readers_change"]
+__all__ += ["look_into", "nothing", "reader_of"]
 
 _ATOMS = (
     *(int, float, complex, str, bytes, bool, type(None), type, torch.dtype),
@@ -36,7 +36,6 @@ Reader = Callable[[Any], Items]
 _READERS: dict[type, Reader] = {}
 _HAS_GC = 1 << 14  # `Py_TPFLAGS_HAVE_GC`: the collector of garbage knows its contents
 _followed: set[type] = set()
-_on_change: list[Callable[[], None]] = [_READERS.clear, _followed.clear]
 _MAX_TYPES = 1024  # it keeps types alive
 # Classes whose instances can be called and hold tensors all the same.
 _CALLABLE_HOLDERS: set[tuple[str, str]] = set()
@@ -64,14 +63,9 @@ def look_into(module_name: str, class_name: str) -> None:
     _forget()
 
 
-def when_readers_change(forget: Callable[[], None]) -> None:
-    """Call a function whenever what was remembered of types may be wrong."""
-    _on_change.append(forget)
-
-
 def _forget() -> None:
-    for forget in _on_change:
-        forget()
+    _READERS.clear()
+    _followed.clear()
 
 
 def _is_looked_into(own: type) -> bool:
