@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
+from deferred_init.distributed.outcome import failures_told
 from deferred_init.errors import AuditError
 from deferred_init.garbage import full_collections_wait
 from deferred_init.handlers.ecosystems import load_handlers
@@ -128,22 +129,25 @@ def materialize(
         (True, True, 'cpu')
     """
     started = time.perf_counter()
-    models, opts, held = as_models(model), as_optimizers(optimizers), tuple(holders)
-    request = make_request(
-        device,
-        recipe,
-        rng=rng,
-        verify=verify,
-        dtype=dtype,
-        seed=seed,
-        values_from=values_from,
-        broadcast_from=broadcast_from,
-        rank_timeout_s=rank_timeout_s,
-    )
-    wanted = make_weights(weights, names, missing, unexpected)
-    inventory = look(models)
+    models = as_models(model)
+    with failures_told(models, "`materialize`", broadcast_from):
+        opts, held = as_optimizers(optimizers), tuple(holders)
+        request = make_request(
+            device,
+            recipe,
+            rng=rng,
+            verify=verify,
+            dtype=dtype,
+            seed=seed,
+            values_from=values_from,
+            broadcast_from=broadcast_from,
+            rank_timeout_s=rank_timeout_s,
+        )
+        wanted = make_weights(weights, names, missing, unexpected)
+        inventory = look(models)
     the_plan = make_agreed_plan(inventory, request, opts, wanted)
-    before = take_snapshot(models, optimizers=opts, holders=held)
+    with failures_told(models, "`materialize`", broadcast_from):
+        before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
     seconds = {"plan": planned - started}
 
@@ -226,24 +230,28 @@ def plan(
         >>> di.plan(torch.nn.Linear(4, 2, device="meta"), "cuda").final_bytes
         40
     """
-    request = make_request(
-        device,
-        recipe,
-        rng=rng,
-        verify=verify,
-        dtype=dtype,
-        seed=seed,
-        must_exist=False,
-    )
-    outlook = make_outlook(request, gpu, world_size)
-    wanted = make_weights(weights, names, missing, unexpected)
-    inventory = look(as_models(model))
+    models = as_models(model)
+    with failures_told(models, "`plan`"):
+        request = make_request(
+            device,
+            recipe,
+            rng=rng,
+            verify=verify,
+            dtype=dtype,
+            seed=seed,
+            must_exist=False,
+        )
+        outlook = make_outlook(request, gpu, world_size)
+        wanted = make_weights(weights, names, missing, unexpected)
+        opts = as_optimizers(optimizers)
+        inventory = look(models)
     the_plan = make_agreed_plan(
         inventory,
         outlook.request,
-        as_optimizers(optimizers),
+        opts,
         wanted,
-        outlook.problems(inventory),
+        lambda: outlook.problems(inventory),
+        call="`plan`",
     )
     notes = (*the_plan.notes, *outlook.notes(the_plan.steps))
     the_plan = replace(the_plan, gpu=outlook.gpu, world_size=world_size, notes=notes)

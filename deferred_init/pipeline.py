@@ -8,8 +8,13 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from deferred_init.distributed.agreement import agreed, finish_together
+from deferred_init.distributed.agreement import agreed
 from deferred_init.distributed.broadcast import hand_over, receiving_plan
+from deferred_init.distributed.outcome import (
+    failures_told,
+    finish_together,
+    proved_together,
+)
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.fast.policy import Fast
 from deferred_init.handlers.checkpoint import CheckpointInitializer
@@ -43,26 +48,37 @@ def make_agreed_plan(
     request: Request,
     optimizers: tuple[Optimizer, ...],
     wanted: WeightsRequest | None,
-    problems: Sequence[str] = (),
+    problems: Callable[[], Sequence[str]] = tuple,
+    call: str = "`materialize`",
 ) -> Plan:
     """Make a plan on which all ranks that share the model agree.
+
+    Args:
+        inventory: This rank's model.
+        request: This rank's arguments.
+        optimizers: As in `materialize`.
+        wanted: What shall be loaded.
+        problems: Returns what else is in the way.
+        call: What is called, as ranks in different calls are told.
 
     Raises:
         PlanError: If anything is unclaimed or impossible, here or on another rank.
     """
-    before = [
-        *problems,
-        *wrapper_problems(inventory),
-        *check_holders(inventory, optimizers),
-    ]
-    weights = None
-    if wanted is not None:
-        weights = CheckpointInitializer(inventory, request, wanted)
 
     def make() -> Plan:
-        return make_plan(inventory, request, before, weights)
+        before = [
+            *problems(),
+            *wrapper_problems(inventory),
+            *check_holders(inventory, optimizers),
+        ]
+        weights = None
+        if wanted is not None:
+            weights = CheckpointInitializer(inventory, request, wanted)
+        return receiving_plan(
+            inventory, request, lambda: make_plan(inventory, request, before, weights)
+        )
 
-    return agreed(inventory, request, lambda: receiving_plan(inventory, request, make))
+    return agreed(inventory, request, make, call)
 
 
 def run_plan(
@@ -83,8 +99,10 @@ def run_plan(
             exception does.
     """
     request, inventory = the_plan.request, the_plan.inventory
-    generators = GeneratorSnapshot(request.device)
-    workspace = ExecutionWorkspace(inventory, request)
+    models = [root.module for root in inventory.roots]
+    with failures_told(models, "`materialize`", request.broadcast_from):
+        generators = GeneratorSnapshot(request.device)
+        workspace = ExecutionWorkspace(inventory, request)
     with all_or_nothing(workspace, generators):
         with (
             finish_together(inventory, request),
@@ -95,8 +113,7 @@ def run_plan(
                 generators.restore()
             hand_over(the_plan, workspace.current)
             _rebind(the_plan, workspace, optimizers, holders)
-        with finish_together(inventory, request):
-            findings = prove(workspace)
+        findings = proved_together(inventory, request, lambda: prove(workspace))
     return execution, workspace, findings
 
 

@@ -21,9 +21,13 @@ hot again. A dispatch mode watches: an operation that overwrites all of it, as m
 init functions begin, makes the value present; before any other operation that touches
 the memory the value is gathered from the shards.
 
-Shortcomings: gathering is communication, and needs all ranks of the mesh to do the
-same; they do, since all run the same plan. Memory that is reached without torch
-(`data_ptr`, `numpy`) is watched up to the call that hands it out, not beyond.
+Gathering is communication, and needs all ranks of the mesh to do the same; they do,
+since all run the same plan, unless one has failed. So they meet before (see
+`distributed/rendezvous.py`), where one that failed says so.
+
+Shortcomings: such a meeting costs about as much as the gathering. Memory that is
+reached without torch (`data_ptr`, `numpy`) is watched up to the call that hands it
+out, not beyond.
 """
 
 from __future__ import annotations
@@ -55,6 +59,8 @@ class Staging:
         prepare: Called with fresh memory, to poison it; None to leave it alone.
         fulfil: Called with a home and what was promised, to fill the part; False if
             the whole is needed for that. None takes no promises.
+        before_gather: Called before a value is gathered from all ranks; raises if one
+            of them is not going to come.
     """
 
     def __init__(
@@ -63,8 +69,10 @@ class Staging:
         keep: Callable[[Tensor, Tensor], None],
         prepare: Callable[[Tensor], None] | None = None,
         fulfil: Callable[[Tensor, Fill], bool] | None = None,
+        before_gather: Callable[[], None] | None = None,
     ) -> None:
         self._fulfil = fulfil
+        self._before_gather = before_gather
         self._budget_bytes = budget_bytes
         self._keep = keep
         self._prepare = prepare
@@ -165,11 +173,16 @@ class Staging:
         for tensor in others:
             loan = self._absent.pop(_key(tensor), None)
             if loan is not None:
-                loan.load()
+                self._load(loan)
         if written is not None:
             loan = self._absent.pop(_key(written), None)
             if loan is not None and written.numel() != loan.scratch.numel():
-                loan.load()
+                self._load(loan)
+
+    def _load(self, loan: Loan) -> None:
+        if self._before_gather:
+            self._before_gather()
+        loan.load()
 
     def _make_room(self, size: int, used: list[int]) -> None:
         for key, loan in list(self._hot.items()):

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deferred_init.aliases import StorageGroup
 from deferred_init.distributed.fsdp2 import offload_devices
+from deferred_init.distributed.outcome import all_still_there
 from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
@@ -150,7 +151,8 @@ class ExecutionWorkspace:
         if not (promises or stored) and num_bytes <= self.largest_bytes:
             return HotLoans(self.keep, prepare)
         fulfil = self._fulfil if promises else None
-        return Staging(self.largest_bytes, self.keep, prepare, fulfil)
+        all_there = partial(all_still_there, self.inventory, self._request)
+        return Staging(self.largest_bytes, self.keep, prepare, fulfil, all_there)
 
     def finish(self, slots: Iterable[Slot]) -> None:
         """Cast tensors to their final dtype once nobody writes them any more."""

@@ -198,6 +198,10 @@ _TABLE: dict[str, tuple[str, str]] = {
         "Each rank initialized its own shard, all with the same seed.",
         "Materialize, which slices what one device would have made.",
     ),
+    "other-ranks": (
+        "The audit of another rank found something that is right on this one.",
+        "Read the report of that rank.",
+    ),
     "ranks-missing": (
         "`audit(verify='full')` of a sharded model was not called on every rank.",
         "Call it on all of them.",

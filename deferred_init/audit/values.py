@@ -82,7 +82,7 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
     seen: set[int] = set()
     for place in scene.graph.in_scope("model"):
         # Of a DTensor what is here; the rest is read where it is.
-        tensor = getattr(place.tensor, "_local_tensor", place.tensor)
+        tensor = _part(place)
         if id(tensor) in seen or place.kind == "gradient" or not _readable(tensor):
             continue
         seen.add(id(tensor))
@@ -97,7 +97,7 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
             code="poison-left",
             fqn=place.fqn,
             message=f"expected values everywhere, found {number} of "
-            f"{place.tensor.numel()} elements that nobody wrote; its initializer has "
+            f"{_part(place).numel()} elements that nobody wrote; its initializer has "
             "to fill the whole tensor",
         )
     for counts, what in ((nan, "NaN"), (infinite, "infinite")):
@@ -108,9 +108,14 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
                     code="not-finite",
                     fqn=place.fqn,
                     message=f"expected finite values, found {rest} {what} of "
-                    f"{place.tensor.numel()}; look at the initializer's arguments, or "
+                    f"{_part(place).numel()}; look at the initializer's arguments, or "
                     "at the checkpoint",
                 )
+
+
+def _part(place: Place) -> Tensor:
+    """Return what this rank has of a tensor."""
+    return getattr(place.tensor, "_local_tensor", place.tensor)
 
 
 def _fresh(scene: Scene, place: Place, num_places: int) -> bool:

@@ -1,87 +1,70 @@
-"""Ranks that share a model make the same plan and fail together.
+"""Ranks that share a model make the same plan.
 
 Everything that would let values differ between ranks is compared before anything is
-changed; disagreement is raised on every rank, with all values and who has which. At
-the end of the work each rank tells whether it succeeded, so that all keep the result
-or all roll back.
+changed; disagreement is raised on every rank, with all values and who has which.
 """
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from deferred_init.distributed.members import meeting_for
 from deferred_init.distributed.rendezvous import (
     Meeting,
     RanksFailed,
     RanksMissing,
-    spell_ranks,
+    by_answer,
+    spell_who,
 )
-from deferred_init.errors import MaterializeError, PlanError
+from deferred_init.errors import PlanError
 from deferred_init.handlers.protocol import Request
 from deferred_init.plan import Plan
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.te.rng_trackers import tracker_digest
 
-__all__ = ["agreed", "finish_together", "meeting_for", "sharing_ranks"]
+__all__ = ["agreed"]
 
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 _MAX_SHOWN = 10
 
 
-def sharing_ranks(inventory: Inventory, request: Request) -> tuple[int, ...]:
-    """Return the ranks that hold parts of the same tensors, or nothing if just one."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return ()
-    if "fake" in dist.get_backend() or dist.get_world_size() == 1:
-        return ()
-    if request.broadcast_from is not None:
-        return tuple(range(dist.get_world_size()))
-    ranks: set[int] = set()
-    for slot in inventory.slots:
-        mesh = getattr(slot.tensor, "device_mesh", None)
-        if mesh is not None:
-            ranks.update(mesh.mesh.flatten().tolist())
-    return tuple(sorted(ranks)) if len(ranks) > 1 and dist.get_rank() in ranks else ()
-
-
-def meeting_for(inventory: Inventory, request: Request) -> Meeting | None:
-    """Return the meeting of the ranks that share a model, or None if just one."""
-    ranks = sharing_ranks(inventory, request)
-    return Meeting(ranks, request.rank_timeout_s) if ranks else None
-
-
-def agreed(inventory: Inventory, request: Request, make: Callable[[], Plan]) -> Plan:
+def agreed(
+    inventory: Inventory, request: Request, make: Callable[[], Plan], call: str
+) -> Plan:
     """Make a plan and compare it with those of the other ranks.
 
     Args:
         inventory: This rank's model.
         request: This rank's arguments.
         make: Makes the plan.
+        call: What is called, for the message.
 
     Raises:
         PlanError: The ranks disagree, one of them has no plan, or one did not come
             in time; raised on all ranks.
     """
-    meeting = meeting_for(inventory, request)
+    meeting = meeting_for(inventory, request, call)
     if meeting is None:
         return make()
     plan: Plan | None = None
     failure: Exception | None = None
     try:
-        plan = make()
-    except Exception as error:  # noqa: BLE001 - raised below, when all know of it
-        failure = error
-    lists = _lists(inventory, request, plan)
-    facts = _facts(request, plan, lists)
+        try:
+            plan = make()
+        except Exception as error:  # noqa: BLE001 - raised below, when all know of it
+            failure = error
+        lists = _lists(inventory, request, plan)
+        facts = _facts(request, plan, lists)
+    except BaseException as error:
+        meeting.fail(f"{type(error).__name__}: {error}")
+        raise
     if failure is not None:
         facts["failure"] = f"{type(failure).__name__}: {failure}"
     problems = _compare(meeting, facts, lists)
@@ -95,31 +78,6 @@ def agreed(inventory: Inventory, request: Request, make: Callable[[], Plan]) -> 
         )
     assert plan is not None
     return plan
-
-
-@contextmanager
-def finish_together(inventory: Inventory, request: Request) -> Iterator[None]:
-    """Let the body succeed only if it succeeds on all ranks that share the model.
-
-    Raises:
-        MaterializeError: The body failed on another rank, or a rank did not come.
-    """
-    meeting = meeting_for(inventory, request)
-    if meeting is None:
-        yield
-        return
-    try:
-        yield
-        meeting.decide(None, _done)
-    except (RanksFailed, RanksMissing) as error:  # which all ranks raise alike
-        raise MaterializeError(str(error)) from error
-    except BaseException as error:
-        meeting.fail(f"{type(error).__name__}: {error}")
-        raise
-
-
-def _done(answers: Mapping[int, Any]) -> None:
-    """Judge nothing: whoever failed has said so."""
 
 
 def _facts(
@@ -175,7 +133,7 @@ def _compare(
         if differing is not None:
             lines = lists.get(differing, {})
             problems = [*problems, *meeting.decide(lines, _judge_lines)]
-    except RanksMissing as error:
+    except (RanksFailed, RanksMissing) as error:
         return [str(error)]
     return problems
 
@@ -185,20 +143,20 @@ def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], str | None]:
         rank: facts["failure"] for rank, facts in answers.items() if "failure" in facts
     }
     problems = [
-        f"there is no plan on {_ranks(ranks)}: {text}"
-        for text, ranks in _by_answer(failed).items()
+        f"there is no plan on {spell_who(ranks)}: {text}"
+        for text, ranks in by_answer(failed).items()
     ]
     differing: str | None = None
     for name in dict.fromkeys(key for facts in answers.values() for key in facts):
         values = {rank: facts[name] for rank, facts in answers.items() if name in facts}
-        groups = _by_answer(values)
+        groups = by_answer(values)
         if name == "failure" or len(groups) < 2:
             continue
         if name in ("model", "order"):
             # Which lines is told by the first that differs; the other follows.
             differing = differing or name
         else:
-            shown = ", ".join(f"{v} on {_ranks(r)}" for v, r in groups.items())
+            shown = ", ".join(f"{v} on {spell_who(r)}" for v, r in groups.items())
             problems.append(f"{name}: {shown}")
     if differing == "order" and problems:  # a consequence of what was found already
         differing = None
@@ -211,9 +169,9 @@ def _judge_lines(answers: Mapping[int, Any]) -> list[str]:
     problems = []
     for name in names:
         values = {rank: lines.get(name, "absent") for rank, lines in answers.items()}
-        groups = _by_answer(values)
+        groups = by_answer(values)
         if len(groups) > 1:
-            shown = ", ".join(f"{v} on {_ranks(r)}" for v, r in groups.items())
+            shown = ", ".join(f"{v} on {spell_who(r)}" for v, r in groups.items())
             problems.append(f"`{name}`: {shown}")
     if any(" real" in problem and " deferred" in problem for problem in problems):
         problems.append(
@@ -264,14 +222,3 @@ def _generator_digest(device: torch.device) -> str:
 def _digest(data: str | bytes) -> str:
     raw = data.encode() if isinstance(data, str) else data
     return hashlib.sha256(raw).hexdigest()[:12]
-
-
-def _by_answer(answers: Mapping[int, Any]) -> dict[str, list[int]]:
-    groups: dict[str, list[int]] = {}
-    for rank, answer in answers.items():
-        groups.setdefault(str(answer), []).append(rank)
-    return groups
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {spell_ranks(ranks)}"

@@ -18,7 +18,12 @@ from deferred_init.aliases import is_deferred
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.distributed.checksum import Checksum, checksum, dense_part
 from deferred_init.distributed.fsdp2 import fsdp_groups, split_ties
-from deferred_init.distributed.rendezvous import Meeting, RanksMissing, spell_ranks
+from deferred_init.distributed.rendezvous import (
+    Meeting,
+    RanksFailed,
+    RanksMissing,
+    spell_ranks,
+)
 from deferred_init.handlers.dtensor import region_on_this_rank
 from deferred_init.report import Finding
 
@@ -84,8 +89,11 @@ def ranks_compared(scene: Scene) -> Iterator[Finding]:
     if not scene.full or not ranks:
         return
     try:
-        found = Meeting(ranks, _TIMEOUT_S).decide(_parts(scene), _judge)
-    except RanksMissing as error:
+        meeting = Meeting(ranks, _TIMEOUT_S, 'the audit with `verify="full"`')
+        found = meeting.decide(_parts(scene), _judge)
+    except (RanksFailed, RanksMissing) as error:
+        if isinstance(error, RanksFailed) and scene.expected is not None:
+            raise  # this is the audit of `materialize`, which has to be undone
         found = [("ranks-missing", "", str(error))]
     for code, fqn, message in found:
         yield Finding(code=code, fqn=fqn, message=message)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from deferred_init.distributed.agreement import meeting_for
+from deferred_init.distributed.members import meeting_for
 from deferred_init.errors import MaterializeError, PlanError, listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.plan import Plan, final_dtype
@@ -127,7 +127,7 @@ def hand_over(plan: Plan, current: Callable[[Tensor], Tensor]) -> None:
         RanksMissing: Another rank did not come in time.
     """
     request = plan.request
-    meeting = meeting_for(plan.inventory, request)
+    meeting = meeting_for(plan.inventory, request, "the broadcast of `materialize`")
     if request.broadcast_from is None or meeting is None:
         return
     slots = {slot.fqn: slot for slot in plan.inventory.slots}

@@ -91,7 +91,9 @@ class Replays:
             if number < serial:
                 replay.run(**self._takers)
 
-    def _open(self, recording: Recording, slots: list[Slot]) -> Replay:
+    def _open(self, recording: Recording, members: list[Slot]) -> Replay:
+        # By name, a step of which this rank keeps no part was skipped before.
+        slots = [slot for slot in members if recorded_value(slot) is not None]
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
         before_random: BeforeRandom | None = None

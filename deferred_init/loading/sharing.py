@@ -30,7 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from deferred_init.distributed.agreement import sharing_ranks
+from deferred_init.distributed.members import sharing_ranks
 from deferred_init.distributed.rendezvous import Meeting, RanksFailed, RanksMissing
 from deferred_init.distributed.slicing import Region, copy_region
 from deferred_init.handlers.protocol import Request
@@ -41,6 +41,7 @@ from deferred_init.slots import Inventory
 
 __all__ = ["Sharing", "sharing_for"]
 
+_ABOUT = "the reads of `materialize`"
 _LEAST_BYTES = 1 << 16
 """Reading less costs no more than a broadcast."""
 
@@ -70,7 +71,7 @@ def sharing_for(inventory: Inventory, request: Request, steps: Steps) -> Sharing
     everybody = sharing_ranks(inventory, request)
     if not everybody:
         return None
-    meeting = Meeting(everybody, request.rank_timeout_s)
+    meeting = Meeting(everybody, request.rank_timeout_s, _ABOUT)
     about = (socket.gethostname(), _digest(inventory, request, steps))
     ranks = meeting.decide(about, _neighbours)[dist.get_rank()]
     shared = _shared(inventory, ranks, steps) if len(ranks) > 1 else {}
@@ -99,7 +100,7 @@ class Sharing:
         self._rank = dist.get_rank()
         self._shared = shared
         self._apart = ranks != everybody
-        self._meeting = Meeting(ranks, timeout_s)
+        self._meeting = Meeting(ranks, timeout_s, _ABOUT)
         self._group: Any = None
         if ranks != tuple(range(dist.get_world_size())):
             self._group = dist.new_group(list(ranks), use_local_synchronization=True)

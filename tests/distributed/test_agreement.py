@@ -214,7 +214,7 @@ def test_the_others_roll_back_within_the_time_out_when_a_rank_is_killed() -> Non
 
 
 def _first_stays_away(rank: int) -> str:
-    meeting = Meeting((0, 1), 0.2)
+    meeting = Meeting((0, 1), 0.2, "a test")
     if rank == 0:
         return ""
     with pytest.raises(RanksMissing) as caught:
@@ -231,7 +231,9 @@ def test_a_missing_first_rank_is_named_as_well() -> None:
 
 def _votes(rank: int) -> list[int]:
     return [
-        Meeting((0, 1, 2), 30.0).decide(rank + turn, lambda a: sum(a.values()))
+        Meeting((0, 1, 2), 30.0, "a test").decide(
+            rank + turn, lambda a: sum(a.values())
+        )
         for turn in range(5)
     ]
 
