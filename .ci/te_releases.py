@@ -109,7 +109,7 @@ def unpacked(version: str, folder: Path) -> Path | None:
 
 def main() -> int:
     """Check the releases of the command line, or those that we name."""
-    names = te_names() + imported_names()
+    names = [*te_names(), *imported_names()]
     failed = False
     for version in sys.argv[1:] or VERSIONS:
         with tempfile.TemporaryDirectory() as folder:
