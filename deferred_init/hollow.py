@@ -36,6 +36,8 @@ def _torch_function(
     """Run an operation as on plain tensors; what it makes is hollow too."""
     with torch._C.DisableTorchFunctionSubclass():
         result = func(*args, **(kwargs or {}))
+        if func is Tensor.detach and cls is _HollowParameter:
+            return result.as_subclass(cls)  # as `nn.Parameter(parameter)` wants it
         if type(result) is Tensor:
             return _as_hollow(result)
         if type(result) in (list, tuple):

@@ -56,6 +56,10 @@ class HotLoans:
     def __exit__(self, *_error: object) -> None:
         """Do nothing; nothing is kept or given back yet."""
 
+    def lacks_memory(self, tensor: Tensor) -> bool:
+        """Return False: everything is lent with memory."""
+        return False
+
     def keep_all(self) -> None:
         """Keep the parts."""
         for loan in self._loans.values():

@@ -59,6 +59,8 @@ class Loans:
             if self._staging is not None:
                 self._staging.__enter__()
         except BaseException:
+            if self._staging is not None:
+                self._staging.__exit__()
             self._give_back()
             raise
 
@@ -145,6 +147,12 @@ class Loans:
                 if id(slot.tensor) not in workspace.made:
                     workspace.allocate((slot,))  # init code may leave it as it is
             elif found is not home:
+                if staging is not None and staging.lacks_memory(found):
+                    raise RuntimeError(
+                        f"`{slot.fqn}` was wrapped in a new Parameter while it was "
+                        "lent without memory, as sharded ones are: fill the Parameter "
+                        "that is there, or materialize the model before it is sharded"
+                    )
                 if not take_over(home, found, workspace.undo.push):
                     workspace.adopt(slot, found)
                 slot.write(workspace.current(slot.tensor))

@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from deferred_init.aliases import storage_key
 from deferred_init.fast.window import Window
 from deferred_init.handlers.protocol import StagedAllocator
 
@@ -55,6 +56,7 @@ class Loan:
         self.full_bytes = allocator.full_bytes(home)
         self.hot = False
         self._device = device
+        self._elements: list[Tensor] = []
 
     def lend(self, *, hot: bool) -> None:
         """Make the scratch, with memory at once or without."""
@@ -93,7 +95,13 @@ class Loan:
     def _one_element(self) -> Tensor:
         home = self.home
         element = torch.empty((), dtype=home.dtype, device=self._device)
+        self._elements.append(element)  # so that its address stays its own
         return element.expand(home.size())
+
+    def stood_in(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies on what stood in for the memory at some time."""
+        key = storage_key(tensor)
+        return any(storage_key(element) == key for element in self._elements)
 
     def load(self) -> None:
         """Put the value of the home into the memory."""

@@ -127,6 +127,13 @@ class Staging:
         """Return the loan that a tensor object is the scratch of."""
         return self._loans.get(id(tensor))
 
+    def lacks_memory(self, tensor: Tensor) -> bool:
+        """Whether a tensor was made from one that had no memory at that time.
+
+        `nn.Parameter(lent)` is such a case, which no mode sees.
+        """
+        return any(loan.stood_in(tensor) for loan in self._loans.values())
+
     def cold_loan(self, tensor: Tensor) -> Loan | None:
         """Return the loan without memory that a tensor is the scratch of."""
         loan = self._loans.get(id(tensor))

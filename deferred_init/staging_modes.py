@@ -20,9 +20,8 @@ _NEEDS_NO_MEMORY = frozenset(
         "is_sparse", "is_quantized", "is_nested", "output_nr", "size", "dim",
         "numel", "nelement", "ndimension", "is_floating_point", "is_complex",
         "element_size", "requires_grad_", "get_device", "__len__", "__hash__",
-        "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor",
-        "empty_like", "zeros_like", "ones_like", "full_like", "rand_like",
-        "randn_like",
+        "new_empty", "new_zeros", "new_ones",
+        "empty_like", "zeros_like", "ones_like", "rand_like", "randn_like",
     }
 )
 # What only fills a tensor and looks at its shape: may be promised, see `staged_loan`.

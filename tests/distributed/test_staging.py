@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
+from backend import DEVICE
+from rank_pool import RankPool
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
+import deferred_init as di
+from deferred_init.errors import MaterializeError
 from deferred_init.handlers.protocol import Request, StagedAllocator
 from deferred_init.hot_loans import HotLoans
 from deferred_init.inventory import take_inventory
 from deferred_init.staging import Loan, Staging
+
+Ranks = Callable[[int], RankPool]
 
 
 class FirstRow:
@@ -217,6 +226,76 @@ def test_changing_a_value_that_was_made_before_gathers_it_first(
     rows = lent.fill(lambda module: change(module["a"]))
     assert lent.allocator.gathered == 1
     assert rows["a"] == [expected] * 3
+
+
+def test_data_for_a_new_tensor_is_a_use() -> None:
+    def body(module: nn.ParameterDict) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch would rather have it cloned
+            module["b"].copy_(module["a"].new_tensor(module["a"]))
+
+    rows = Lent(stored=True).fill(body)
+    assert rows["b"] == [7, 7, 7]
+
+
+def test_a_parameter_around_one_without_memory_is_told_from_others() -> None:
+    lent = Lent(budget_bytes=48)
+
+    def body(module: nn.ParameterDict) -> None:
+        early = nn.Parameter(module["a"])
+        module["a"].fill_(1.0)
+        while_hot = nn.Parameter(module["a"])
+        module["b"].fill_(2.0)
+        late = nn.Parameter(module["b"])
+        assert lent.staging.lacks_memory(early)
+        assert not lent.staging.lacks_memory(while_hot)
+        assert not lent.staging.lacks_memory(late)
+
+    lent.fill(body)
+
+
+class Wrapping(nn.Module):
+    """Puts new Parameters around its own, before or after it fills them."""
+
+    def __init__(self, wrapped_at: int) -> None:
+        super().__init__()
+        self.wrapped_at = wrapped_at
+        self.first = nn.Parameter(torch.empty(4, 3))
+        self.second = nn.Parameter(torch.empty(4, 3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.first)
+        if self.wrapped_at == 1:
+            self.first = nn.Parameter(self.first)
+        nn.init.normal_(self.second)
+        if self.wrapped_at == 2:
+            self.first = nn.Parameter(self.first)
+
+
+def _wrapping(_rank: int, wrapped_at: int) -> str:
+    with torch.device("meta"):
+        model = Wrapping(wrapped_at)
+    fully_shard(model, mesh=init_device_mesh(DEVICE, (2,)))
+    try:
+        di.materialize(model, DEVICE, seed=3)
+    except MaterializeError as error:
+        return str(error)
+    torch.manual_seed(3)
+    with torch.device(DEVICE):
+        expected = Wrapping(wrapped_at)
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter.full_tensor(), getattr(expected, name)), name
+    return "equal"
+
+
+def test_a_parameter_that_is_wrapped_without_memory_is_refused_and_never_garbage(
+    ranks: Ranks,
+) -> None:
+    assert ranks(2).run(_wrapping, 1) == ["equal", "equal"]
+    for told in ranks(2).run(_wrapping, 2):
+        assert "`first` was wrapped in a new Parameter while it was lent" in told
+        assert "fill the Parameter that is there" in told
 
 
 def test_a_write_that_no_mode_sees_fails_instead_of_being_lost() -> None:
