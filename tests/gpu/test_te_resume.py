@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import te_checkpoints
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -31,6 +33,7 @@ from te_checkpoints import (
 from te_models import RECIPES, forward_backward, same
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
@@ -152,6 +155,30 @@ def test_a_model_that_was_saved_resumes_bit_for_bit(
         assert how.endswith("differ")
     else:
         assert how == EXACT
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "current"])
+def test_sharded_ops_resume_and_train_as_whole_ones_if_they_are_resharded(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default FSDP2 leaves what the root holds whole between forward and backward.
+
+    From the second step on sharded ops have other gradients then, eager ones too.
+    """
+    te_recipe = RECIPES[recipe]()
+    seen = {}
+    for name in ("whole", "default", "resharded"):
+        if name == "resharded":
+            resharded = partial(fully_shard, reshard_after_forward=True)
+            monkeypatch.setattr(te_checkpoints, "shard", resharded)
+        make = from_meta("ops", te_recipe, sharded=name != "whole")
+        model = make(0)
+        seen[name] = train_on(model, optimizer_of(model), te_recipe, range(3))
+        fp8_state_manager().reset()
+    assert all(map(torch.equal, seen["resharded"], seen["whole"]))
+    assert not all(map(torch.equal, seen["default"], seen["whole"]))
+    how, _ = resume(make, te_recipe, *STORES["get_state_dict"], tmp_path / "ours")
+    assert how == EXACT
 
 
 @pytest.mark.parametrize("recipe", ["delayed", "current"])
