@@ -37,6 +37,8 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
+from deferred_init.te.probe import fp8_state_manager
+
 te = pytest.importorskip("transformer_engine.pytorch")
 pytestmark = [
     pytest.mark.gpu,
