@@ -96,6 +96,8 @@ def _facts(
         "verify": request.verify,
         "broadcast_from": str(request.broadcast_from),
     }
+    if plan is not None and plan.steps and request.broadcast_from is None:
+        facts["kind of device"] = _kind_of_device(request.device)
     draws = plan is not None and plan.steps and request.rng == "eager"
     if draws and request.seed is None and request.broadcast_from is None:
         facts["state of the random generator"] = _generator_digest(request.device)
@@ -217,6 +219,22 @@ def _generator_digest(device: torch.device) -> str:
     if device.type not in ("cpu", "meta"):
         state = torch.get_device_module(device).get_rng_state(device)
     return _digest(state.numpy().tobytes())
+
+
+def _kind_of_device(device: torch.device) -> str:
+    """Name what the bits of random numbers depend on, besides the generator.
+
+    On a CPU that is the instruction set (ATen's vectorized kernels draw and round
+    otherwise), on a GPU the number of threads that a kernel is spread over.
+    """
+    if device.type != "cuda" or not torch.cuda.is_available():  # planned elsewhere
+        return torch.backends.cpu.get_cpu_capability()
+    found = torch.cuda.get_device_properties(device)
+    threads = found.max_threads_per_multi_processor
+    return (
+        f"sm_{found.major}{found.minor} with {found.multi_processor_count} "
+        f"multiprocessors of {threads} threads"
+    )
 
 
 def _digest(data: str | bytes) -> str:

@@ -66,6 +66,9 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         arguments["rng"] = "by_name" if odd else "eager"
     elif case == "torch":
         torch.__version__ = "0.0.1" if odd else "0.0.2"  # type: ignore[assignment]
+    elif case == "CPU":
+        kind = "AVX512" if odd else "DEFAULT"
+        torch.backends.cpu.get_cpu_capability = lambda: kind
     elif case == "Transformer Engine":
         stand_in = types.ModuleType("transformer_engine")
         stand_in.__version__ = "2.20.2" if odd else "2.19.0"  # type: ignore[attr-defined]
@@ -88,6 +91,11 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
         ("dtype", "dtype: None on ranks 0-1, torch.bfloat16 on rank 2"),
         ("rng", "rng: eager on ranks 0-1, by_name on rank 2"),
         ("torch", "torch: 0.0.2 on ranks 0-1, 0.0.1 on rank 2"),
+        pytest.param(
+            "CPU",
+            "kind of device: DEFAULT on ranks 0-1, AVX512 on rank 2",
+            marks=pytest.mark.skipif(DEVICE != "cpu", reason="is about CPUs"),
+        ),
         ("Transformer Engine", "Engine: 2.19.0 on ranks 0-1, 2.20.2 on rank 2"),
         ("order", "`step 2`: 1 by LayerNorm.reset_parameters on ranks 0-1, 1 by "),
         ("structure", "`embed.weight`: parameter [11, 5] torch.float32"),
@@ -97,7 +105,7 @@ def _disagreeing(rank: int, case: str) -> tuple[nn.Module, dict[str, Any]]:
 def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
     ranks: Ranks, case: str, said: str
 ) -> None:
-    changes_process = case in ("torch", "Transformer Engine", "order")
+    changes_process = case in ("torch", "CPU", "Transformer Engine", "order")
     pool = RankPool(3) if changes_process else ranks(3)
     answers = pool.run(_refused, case, 3)
     for text, seconds in answers:
@@ -106,7 +114,7 @@ def test_every_disagreement_is_refused_on_all_ranks_with_all_values(
         assert seconds < 10
     if case == "real":
         assert "broadcast_from=<that rank>`, before it is sharded" in answers[0][0]
-    if case in ("torch", "order"):
+    if changes_process:
         pool.end()
 
 
