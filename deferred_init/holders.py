@@ -65,8 +65,8 @@ def rebind_holders(
     Args:
         replaced: `id(old)` to `(old, new)`.
         optimizers: Their groups and their state keys are changed in place.
-        holders: Lists, dicts, modules, objects with attributes, functions with
-            closures; walked to a depth of 8.
+        holders: Lists, dicts (also their keys), modules, objects with attributes,
+            functions with closures; walked to a depth of 8.
         on_undo: Receives one action for every change.
 
     Returns:
@@ -136,6 +136,8 @@ class _HolderWalk:
 
     def _items(self, table: Any, name: str, depth: int) -> None:
         mapping = isinstance(table, Mapping)
+        if mapping:
+            self._keys(table, name, depth)
         pairs = list(table.items()) if mapping else list(enumerate(table))
         for key, value in pairs:
             label = f"{name}[{key!r}]"
@@ -151,6 +153,21 @@ class _HolderWalk:
                 table[key] = self._replaced[id(value)][1]
                 self.changed.append(label)
 
+    def _keys(self, table: Any, name: str, depth: int) -> None:
+        keys = [key for key in table if type(key) is not str]
+        for key in keys:
+            if not isinstance(key, Tensor):
+                self.visit(key, f"{name}.keys()", depth + 1)
+        if any(id(key) in self._replaced for key in keys):
+            entries = list(table.items())
+            self._on_undo(lambda: _refill(table, entries))
+            _refill(table, [(self._current(key), value) for key, value in entries])
+            self.changed.append(f"{name}.keys()")
+
+    def _current(self, key: Any) -> Any:
+        old_and_new = self._replaced.get(id(key))
+        return key if old_and_new is None else old_and_new[1]
+
     def _cell(self, cell: Any, name: str, depth: int) -> None:
         try:
             value = cell.cell_contents
@@ -163,6 +180,12 @@ class _HolderWalk:
             self.changed.append(name)
         elif not isinstance(value, Tensor):
             self.visit(value, name, depth + 1)
+
+
+def _refill(table: Any, entries: Iterable[tuple[Any, Any]]) -> None:
+    """Give a mapping other entries, in their order."""
+    table.clear()
+    table.update(entries)
 
 
 def _params(optimizer: Optimizer) -> Iterable[Tensor]:

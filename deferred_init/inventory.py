@@ -56,7 +56,7 @@ class _Walk:
         self.slots: list[Slot] = []
         self._held = held
         self._seen_modules: set[int] = set()
-        self._seen_objects: set[int] = set()
+        self._seen_objects: dict[int, Any] = {}  # kept, so that ids stay theirs
         self._seen_tensors: set[int] = set()
 
     def visit(
@@ -167,7 +167,7 @@ class _Walk:
             inner, pairs = items(value)
             if not pairs:
                 return
-            self._seen_objects.add(id(value))
+            self._seen_objects[id(value)] = value
             for item_key, label, item in pairs:
                 self._look(frame, f"{name}{label}", inner, item_key, item, depth + 1)
 

@@ -10,11 +10,13 @@ import enum
 import gc
 import logging
 import types
+import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 __all__ = ["ATOM_TYPES", "BUILT_IN", "itself", "lead_nowhere", "leave_out"]
 __all__ += ["look_into", "nothing", "reader_of"]
@@ -31,6 +33,8 @@ ATOM_TYPES = frozenset(
 """Types of values that hold no tensors."""
 BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
 """Types of containers that hold nothing but their items."""
+# What they refer to weakly is held by others.
+_WEAK = (weakref.WeakKeyDictionary, WeakIdKeyDictionary)
 Items = tuple[Any, list[tuple[Any, str, Any]]]
 Reader = Callable[[Any], Items]
 _READERS: dict[type, Reader] = {}
@@ -164,7 +168,11 @@ def itself(value: Any) -> Items:
 
 def _of_mapping(value: Any) -> Items:
     keyed = list(value.items())
-    return value, [(k, f"[{k!r}]", v) for k, v in keyed if _may_hold(v)]
+    items = [(k, f"[{k!r}]", v) for k, v in keyed if _may_hold(v)]
+    if not ATOM_TYPES.issuperset(map(type, value)) and not isinstance(value, _WEAK):
+        # Nothing can be put into the place of a key, as into that of a tuple's item.
+        items.append((None, ".keys()", tuple(key for key, _ in keyed)))
+    return value, items
 
 
 def _of_sequence(value: Any) -> Items:

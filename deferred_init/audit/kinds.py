@@ -133,11 +133,19 @@ def parts_of(value: Any, kind: Kind) -> Parts:
 
 def _mapping_parts(value: Any) -> Parts:
     items = dict.items(value) if isinstance(value, dict) else value.items()
-    return [
+    found: Parts = [
         (f"[{key!r}]" if type(key) in (str, int) else "[...]", item)
         for key, item in items
         if type(item) not in _atom_types
     ]
+    keys = dict.keys(value) if isinstance(value, dict) else value.keys()
+    if not _atom_types.issuperset(map(type, keys)):
+        found += [
+            (f".keys()[{index}]", key)
+            for index, key in enumerate(keys)
+            if type(key) not in _atom_types
+        ]
+    return found
 
 
 def _sequence_parts(value: Any) -> Parts:

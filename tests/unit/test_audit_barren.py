@@ -111,6 +111,8 @@ HOLDERS: dict[str, Callable[[object], object]] = {
     "a list": lambda held: [held],
     "a tuple": lambda held: (held,),
     "a dict": lambda held: {"key": held},
+    "a key": lambda held: {"a": 1, held: 2},
+    "a tuple that is a key": lambda held: {(1, held): 2},
     "a set": lambda held: {held},
     "a frozenset": lambda held: frozenset([held]),
     "an ordered dict": lambda held: collections.OrderedDict(key=held),

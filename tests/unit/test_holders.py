@@ -76,6 +76,32 @@ def test_optimizer_groups_state_and_nested_holders_follow_and_can_be_undone() ->
     assert holder["object"]["x"] is old
 
 
+def test_keys_follow_in_their_order_and_can_be_undone() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    holder = {"a": 1, old: old, "b": {old: 2}, nn.ParameterList([old]): 3}
+    before = list(holder.items())
+    undo = UndoLog()
+    changed = rebind_holders({id(old): (old, new)}, [], [holder], undo.push)
+    assert "holders[0].keys()" in changed
+    assert "holders[0]['b'].keys()" in changed
+    (_, _), (key, value), (_, inner), (module, _) = holder.items()
+    assert key is value is new
+    assert next(iter(inner)) is next(module.parameters()) is new
+    undo.rollback()
+    for (key, value), (key_before, value_before) in zip(
+        holder.items(), before, strict=True
+    ):
+        assert key is key_before
+        assert value is value_before
+    assert next(iter(holder["b"])) is next(module.parameters()) is old
+
+
+def test_a_key_that_is_a_tuple_with_a_replaced_tensor_is_refused() -> None:
+    old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
+    with pytest.raises(TypeError, match=r"`holders\[0\].keys\(\)\[1\]` is an item of"):
+        rebind_holders({id(old): (old, new)}, [], [{(1, old): 2}], UndoLog().push)
+
+
 def test_a_closure_is_rebound() -> None:
     old, new = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(2))
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import collections
 import logging
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from deferred_init import module_attributes
 from deferred_init.inventory import take_inventory
@@ -69,6 +71,9 @@ HOLDERS: dict[str, Callable[[object], object]] = {
     "a tuple": lambda held: (held,),
     "a named tuple": lambda held: _Pair("a", held),
     "a dict": lambda held: {"key": held},
+    "a key": lambda held: {"a": 1, held: 2},
+    "a tuple that is a key": lambda held: {(1, held): 2},
+    "an object that is a key": lambda held: {_Plain(held): 2},
     "a set": lambda held: {held},
     "a frozenset": lambda held: frozenset([held]),
     "an ordered dict": lambda held: collections.OrderedDict(key=held),
@@ -112,6 +117,18 @@ def test_nothing_is_found_where_nothing_is(how: str) -> None:
     model[70].settings = HOLDERS[how]("nothing")
     slots = take_inventory([model]).slots
     assert {slot.name for slot in slots} == {"weight", "bias"}
+
+
+def test_keys_have_names_of_their_own_and_weak_ones_are_left_to_who_holds_them() -> (
+    None
+):
+    model = nn.Linear(1, 1, bias=False)
+    first, second = torch.zeros(1), torch.zeros(1)
+    model.table = {"a": first, (1, 2): 3, second: 4}
+    model.weak = weakref.WeakKeyDictionary({_Plain(torch.zeros(1)): 1})
+    model.weak_tensors = WeakTensorKeyDictionary({torch.zeros(1): 1})
+    names = [slot.fqn for slot in take_inventory([model]).slots]
+    assert names == ["weight", "table['a']", "table.keys()[2]"]
 
 
 def test_circles_and_loggers_lead_nowhere() -> None:
