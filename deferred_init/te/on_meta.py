@@ -41,6 +41,8 @@ _ROOTS = (
     ("transformer_engine.pytorch", "TransformerLayer"),
 )
 _META = torch.device("meta")
+# Reads the arguments of `module.to`; a number means the accelerator that is here.
+_PARSE_TO = getattr(torch._C._nn, "_parse_to", None)
 _ACCELERATORS = frozenset({"cuda", "xpu", "mps", "hpu", "npu"})
 
 
@@ -123,10 +125,12 @@ class _AcceleratorToMeta(TorchFunctionMode):
         if (
             func is torch.Tensor.to
             and len(args) > 1
-            and isinstance(args[1], (str, torch.device))
+            and isinstance(args[1], (str, torch.device, int))
             and _is_accelerator(args[1])
         ):
             args = (args[0], _META, *args[2:])
+        elif func is _PARSE_TO and args and isinstance(args[0], int):
+            args = (_META, *args[1:])
         return func(*args, **kwargs)
 
 
