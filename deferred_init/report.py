@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import platform
@@ -17,9 +18,10 @@ from deferred_init.report_html import report_html
 from deferred_init.report_plot import save_plot
 from deferred_init.report_text import report_text
 
-__all__ = ["Finding", "Report", "ReportStep"]
+__all__ = ["Finding", "Report", "ReportStep", "usable_report_file"]
 
 Severity = Literal["error", "warning"]
+_ENDINGS = (".html", ".json", ".txt", ".png")
 _PACKAGES = ("deferred_init", "transformer_engine", "transformers", "accelerate")
 
 
@@ -178,13 +180,43 @@ class Report:
             save_plot(self, target)
             return
         writers = {".html": self.to_html, ".json": self.to_json, ".txt": self.__str__}
-        writer = writers.get(target.suffix)
-        if writer is None:
-            raise ValueError(
-                f"a report is saved as .html, .json, .txt or .png, found {str(path)!r}"
-            )
+        _check_ending(target)
+        writer = writers[target.suffix]
         target.write_text(f"{writer()}\n", encoding="utf-8")
 
     def __str__(self) -> str:
         """Return a text of at most 100 columns, findings first."""
         return report_text(self)
+
+
+def usable_report_file(path: str | os.PathLike[str], *, also_in: Path) -> None:
+    """Check, before any work, that `Report.save` can write to a file.
+
+    Args:
+        path: The file.
+        also_in: A folder that will be there by then.
+
+    Raises:
+        ValueError: Another ending, a folder, in none, or a picture without matplotlib.
+    """
+    target = Path(path)
+    _check_ending(target)
+    if target.is_dir():
+        raise ValueError(f"a report is saved in a file, and {str(path)!r} is a folder")
+    folder = target.parent
+    if not folder.is_dir() and folder.resolve() != also_in.resolve():
+        raise ValueError(
+            f"there is no folder {str(folder)!r} for the report {str(path)!r}; make it"
+        )
+    if target.suffix == ".png" and importlib.util.find_spec("matplotlib") is None:
+        raise ValueError(
+            "a picture needs matplotlib, which is not installed; install it with "
+            'pip install "deferred-init[report]"'
+        )
+
+
+def _check_ending(path: Path) -> None:
+    if path.suffix not in _ENDINGS:
+        raise ValueError(
+            f"a report is saved as .html, .json, .txt or .png, found {str(path)!r}"
+        )

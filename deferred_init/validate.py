@@ -21,7 +21,8 @@ from deferred_init.slots import Inventory
 from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
 
-__all__ = ["as_models", "make_request", "make_weights", "wrapper_problems"]
+__all__ = ["as_models", "make_request", "make_weights", "resolve_device"]
+__all__ += ["wrapper_problems"]
 
 _VERIFY = ("fast", "full")
 _MISSING = ("init", "error", "any")
@@ -109,7 +110,7 @@ def make_request(
         isinstance(dtype, torch.dtype) and dtype.is_floating_point
     ):
         raise TypeError(f"dtype must be a floating-point torch.dtype, found {dtype!r}")
-    resolved = _resolve_device(device, must_exist)
+    resolved = resolve_device(device, must_exist)
     _check_no_capture(resolved)
     return Request(
         device=resolved,
@@ -222,7 +223,17 @@ def wrapper_problems(inventory: Inventory) -> list[str]:
     return problems
 
 
-def _resolve_device(device: torch.device | str | int, must_exist: bool) -> torch.device:
+def resolve_device(device: torch.device | str | int, must_exist: bool) -> torch.device:
+    """Return a device with its number, if it can be used.
+
+    Args:
+        device: What the caller asked for.
+        must_exist: Whether this machine has to have it.
+
+    Raises:
+        ValueError: It has no memory.
+        PlanError: This machine does not have it.
+    """
     resolved = torch.device(device)
     if resolved.type == "meta":
         raise ValueError("device must have memory; 'meta' is what models come from")

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 import torch
 
-from deferred_init.commands.arguments import add_target, positive
+from deferred_init.commands.arguments import add_target, positive, usable_device
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
 
@@ -33,11 +33,12 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     ends when the device has finished.
 
     Raises:
-        TargetError: The target cannot be used.
+        TargetError: The target or the device cannot be used.
     """
     from deferred_init.target import load_target
 
-    build, device = load_target(arguments.target), torch.device(arguments.device)
+    device = usable_device(arguments.device, must_exist=True)
+    build = load_target(arguments.target)
     runs = [
         _one_of_each(build, device, arguments.recipe)
         for _ in range(arguments.repeats + 1)

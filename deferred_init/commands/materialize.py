@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from deferred_init.commands.arguments import RECIPE, add_rng, add_target
+from deferred_init.commands.arguments import RECIPE, add_rng, add_target, usable_device
 from deferred_init.seed_checkpoint import FORMATS
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
@@ -37,14 +37,19 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     """Make the model and save it.
 
     Raises:
-        TargetError: The target or the folder cannot be used.
+        TargetError: The target, the device, the folder or the report's file cannot be
+            used.
     """
     from deferred_init.api import materialize
+    from deferred_init.report import usable_report_file
     from deferred_init.seed_checkpoint import save_seed_checkpoint, usable_folder
     from deferred_init.target import TargetError, build_deferred, built, load_target
 
+    device = usable_device(arguments.device)
     try:
         folder = usable_folder(arguments.out)
+        if arguments.report:
+            usable_report_file(arguments.report, also_in=folder)
     except ValueError as error:
         raise TargetError(str(error)) from error
     models, optimizers = built(build_deferred(load_target(arguments.target)))
@@ -52,7 +57,7 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
         raise TargetError(f"a seed checkpoint holds one model, found {len(models)}")
     report = materialize(
         models,
-        arguments.device,
+        device,
         arguments.recipe,
         optimizers=optimizers,
         seed=arguments.seed,

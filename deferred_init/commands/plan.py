@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 from typing import Any, Final
 
-from deferred_init.commands.arguments import RECIPE, add_rng, add_target, positive
+from deferred_init.commands.arguments import (
+    RECIPE,
+    add_rng,
+    add_target,
+    positive,
+    usable_device,
+)
 from deferred_init.hardware import GPUS
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
@@ -46,20 +52,20 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     """Plan; a model that does not fit is not well.
 
     Raises:
-        TargetError: The target cannot be used, or a GPU is named with another device.
+        TargetError: The target or the device cannot be used, or a GPU is named with
+            another device.
         PlanError: Something cannot be made.
     """
-    import torch
-
     from deferred_init.api import plan
     from deferred_init.target import TargetError, build_deferred, built, load_target
 
-    if arguments.gpu and torch.device(arguments.device).type != "cuda":
+    device = usable_device(arguments.device)
+    if arguments.gpu and device.type != "cuda":
         raise TargetError(f"--gpu needs --device cuda, found {arguments.device}")
     models, optimizers = built(build_deferred(load_target(arguments.target)))
     the_plan = plan(
         models,
-        arguments.device,
+        device,
         arguments.recipe,
         optimizers=optimizers,
         rng=arguments.rng,

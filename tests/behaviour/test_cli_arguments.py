@@ -1,0 +1,97 @@
+"""Wrong arguments end in one line and exit code 2, before any work."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from deferred_init.cli import main
+
+TARGET = "torch.nn:Identity"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [["plan", TARGET], ["bench", TARGET], ["materialize", TARGET, "--out", "seed"]],
+)
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [
+        ("foo", "--device takes cpu, cuda, cuda:1 and the like, found 'foo'"),
+        ("meta", "--device meta: device must have memory"),
+    ],
+)
+def test_a_device_that_is_none(
+    line: list[str],
+    device: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([*line, "--device", device]) == 2
+    assert _only_line(capsys).startswith(f"deferred-init: {expected}")
+    assert not list(tmp_path.iterdir())
+
+
+def test_bench_needs_a_device_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = f"cuda:{torch.cuda.device_count()}"
+    assert main(["bench", TARGET, "--device", missing]) == 2
+    said = _only_line(capsys)
+    assert said.startswith(f"deferred-init: --device {missing}: device '{missing}' was")
+
+
+@pytest.mark.parametrize(
+    ("file", "expected"),
+    [
+        ("r.pdf", "a report is saved as .html, .json, .txt or .png, found 'r.pdf'"),
+        ("none/r.html", "there is no folder 'none' for the report 'none/r.html'"),
+        ("there.txt", "a report is saved in a file, and 'there.txt' is a folder"),
+    ],
+)
+def test_a_report_that_could_not_be_saved_is_refused_before_the_work(
+    file: str,
+    expected: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there.txt").mkdir()
+    line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", file]
+    assert main(line) == 2
+    assert _only_line(capsys).startswith(f"deferred-init: {expected}")
+    assert [found.name for found in tmp_path.iterdir()] == ["there.txt"]
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_work(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", "r.png"]
+    assert main(line) == 2
+    assert "a picture needs matplotlib, which is not installed" in _only_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_report_may_lie_beside_the_weights_in_a_new_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", "seed/r.txt"]
+    assert main(line) == 0
+    assert (tmp_path / "seed" / "r.txt").read_text()
+
+
+def _only_line(capsys: pytest.CaptureFixture[str]) -> str:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    (line,) = captured.err.splitlines()
+    return line
