@@ -230,8 +230,10 @@ class Recipe:
         if part.endswith(".toml"):
             return cls._from_file(Path(part))
         if part not in preset_names():
+            hint = closest(part, preset_names())
+            stop = "" if hint.endswith("?") else "."
             raise PlanError(
-                f"no recipe is called `{part}`; {closest(part, preset_names())} "
+                f"no recipe is called `{part}`; {hint}{stop} "
                 "A file is given by its path, ending in .toml."
             )
         return cls._from_file(_preset_folder() / f"{part}.toml")

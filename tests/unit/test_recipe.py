@@ -115,8 +115,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_known_one() -> None:
 
 
 def test_an_empty_part_of_a_composition_is_refused() -> None:
-    with pytest.raises(PlanError, match="no recipe is called ``; known: `bf16`"):
+    with pytest.raises(PlanError, match="no recipe is called ``; known: `bf16`") as it:
         Recipe.load("fp8_current+")
+    assert "`. A file is given by its path, ending in .toml." in str(it.value)
 
 
 def test_a_missing_file_is_refused_by_path(tmp_path: Path) -> None:
