@@ -194,11 +194,17 @@ def _materialized_by_unit(accelerator: Any) -> Iterator[None]:
     """Let FSDP1 materialize each unit before it flattens it."""
     plugin: DeferredInitPlugin = accelerator._deferred_init
     unfit = [name for name in ("weights", "seed") if getattr(plugin, name) is not None]
-    if unfit or plugin.rng != "eager":
+    usual = (("rng", "eager"), ("verify", "fast"))
+    unfit += [
+        f"{name}={getattr(plugin, name)!r}"
+        for name, value in usual
+        if getattr(plugin, name) != value
+    ]
+    if unfit:
         raise PlanError(
             "FSDP1 materializes its units one by one, which leaves no place for "
-            f"{', '.join(unfit) or 'rng=' + plugin.rng}; use FSDP2 (`fsdp_version=2`), "
-            "or set the seed before the model is built"
+            f"{', '.join(unfit)}; use FSDP2 (`fsdp_version=2`), or set the "
+            "seed before the model is built"
         )
     fsdp = accelerator.state.fsdp_plugin
     before = fsdp.param_init_fn

@@ -18,6 +18,7 @@ accelerate = pytest.importorskip("accelerate")
 from deferred_init.integrations.accelerate_plugin import (  # noqa: E402
     Accelerator,
     DeferredInitPlugin,
+    _materialized_by_unit,
     attach,
 )
 from deferred_init.integrations.optimizer_names import OptimizerNames  # noqa: E402
@@ -74,6 +75,25 @@ def parts(model: nn.Module) -> tuple[Any, Any, Any]:
     loader = torch.utils.data.DataLoader(torch.arange(16).reshape(4, 4) % 8, 2)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
     return optimizer, loader, scheduler
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"seed": 0}, "seed"),
+        ({"rng": "by_name", "seed": 0}, "seed, rng='by_name'"),
+        ({"verify": "full"}, "verify='full'"),
+    ],
+)
+def test_fsdp1_refuses_what_cannot_be_done_unit_by_unit(
+    options: dict[str, Any], named: str
+) -> None:
+    accelerator = Accelerator(cpu=True, deferred_init=DeferredInitPlugin(**options))
+    with (
+        pytest.raises(PlanError, match=f"leaves no place for {named}; use FSDP2"),
+        _materialized_by_unit(accelerator),
+    ):
+        pass
 
 
 @pytest.mark.parametrize("way", ["subclass", "attach"])
