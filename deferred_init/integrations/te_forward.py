@@ -26,7 +26,7 @@ def compute_with(model: nn.Module, te_recipe: Any, *, in_eval: bool = False) -> 
 
     autocast = getattr(te, "autocast", None)
     keyword = "recipe"
-    if autocast is None:  # before 2.8
+    if autocast is None:  # before 2.9
         autocast, keyword = te.fp8_autocast, "fp8_recipe"
     bare = getattr(model.forward, "_deferred_init_bare", model.forward)
 
