@@ -234,9 +234,14 @@ def _shared(
         rows = _common_rows(inventory, ranks, load)
         if rows is not None:
             reader = min(ranks, key=lambda rank: burden[rank])
-            burden[reader] += load.target.slot.tensor.numel()
+            low, high = rows
+            burden[reader] += _num_bytes(load) * (high - low) // load.target.shape[0]
             found[id(load)] = _Shared(reader=reader, rows=rows)
     return found
+
+
+def _num_bytes(load: Load) -> int:
+    return load.target.slot.tensor.numel() * load.target.dtype.itemsize
 
 
 def _common_rows(inventory: Inventory, ranks: Sequence[int], load: Load) -> Rows | None:
@@ -244,8 +249,11 @@ def _common_rows(inventory: Inventory, ranks: Sequence[int], load: Load) -> Rows
     from deferred_init.handlers.dtensor import rows_of_rank
 
     tensor, shape = load.target.slot.tensor, load.target.shape
-    num_bytes = tensor.numel() * load.target.dtype.itemsize
-    if not shape or num_bytes < _LEAST_BYTES or inventory.groups[id(tensor)].shared:
+    if (
+        not shape
+        or _num_bytes(load) < _LEAST_BYTES
+        or inventory.groups[id(tensor)].shared
+    ):
         return None
     kept: list[Segments | None] = [((0, shape[0]),) for _ in ranks]
     if hasattr(tensor, "device_mesh"):
