@@ -55,7 +55,9 @@ def test_something_else_than_an_optimizer_is_refused() -> None:
 
 
 def test_data_parallel_around_a_deferred_model_is_refused_with_the_order() -> None:
-    model = nn.Sequential(nn.DataParallel(_meta()))
+    wrapper = nn.DataParallel(nn.Identity())  # with a GPU it moves what it is given
+    wrapper.module = _meta()
+    model = nn.Sequential(wrapper)
     with pytest.raises(di.PlanError, match="`0` is a `DataParallel`") as caught:
         di.materialize(model, "cpu")
     assert "materialize the bare model first, then wrap it" in str(caught.value)
