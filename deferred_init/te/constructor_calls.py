@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 __all__ = ["replacements"]
 
@@ -55,10 +56,27 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 def _for_real(function: Any, has_gpu: bool) -> Any:
     @functools.wraps(function)
-    def real(flag: bool, device: Any) -> Any:
+    def real(flag: bool, *device: Any) -> Any:
         with torch._C.DisableTorchFunction(), torch.no_grad():
             if has_gpu:
-                return function(flag, device)
-            return getattr(function, "__wrapped__", function)(flag, "cpu")
+                return function(flag, *device)
+            plain = getattr(function, "__wrapped__", function)
+            if device:
+                return plain(flag, "cpu")
+        # Releases that pass no device (2.9) send the matrix to the GPU by `cuda`.
+        with _StaysOnCpu(), torch.no_grad():
+            return plain(flag)
 
     return real
+
+
+class _StaysOnCpu(TorchFunctionMode):
+    """Computes on the CPU, unseen by other modes, what asks for a GPU by `cuda`."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        with torch._C.DisableTorchFunction():
+            return func(*args, **(kwargs or {}))
