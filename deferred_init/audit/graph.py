@@ -16,11 +16,20 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deferred_init.audit.barren import Barren
-from deferred_init.audit.kinds import Kind, kind_of, parts_of, slot_parts
-from deferred_init.audit.layouts import layout_of
+from deferred_init.audit.kinds import (
+    BUILT_IN,
+    MODULE_HOOKS,
+    Kind,
+    atoms,
+    kind_of,
+    parts_of,
+    slot_parts,
+)
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training", *MODULE_HOOKS}
+_WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32
 _BATCH = 64
 _REGISTERED = (("parameter", "_parameters"), ("buffer", "_buffers"))
@@ -248,13 +257,14 @@ class _Walk:
 
 def _held_by(module: nn.Module) -> list[tuple[object, str, int]]:
     """List what a module holds besides what is registered, each with its name."""
-    attributes = vars(module)
-    layout = layout_of(attributes)
-    values = tuple(attributes.values())
+    known = atoms()
     held = [
-        (values[place], name, 0)
-        for place, name, may_be_empty in layout
-        if not may_be_empty or values[place]
+        (value, name, 0)
+        for name, value in vars(module).items()
+        if type(value) not in known
+        and name not in _MODULE_INTERNALS
+        and ((type(value) not in BUILT_IN and name not in MODULE_HOOKS) or value)
+        and not name.startswith(_WRAPPER_STATE)
     ]
     slots = slot_parts(module)
     return held + [(value, name[1:], 0) for name, value in slots] if slots else held

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BUILT_IN", "Kind", "Parts", "atoms", "instance_dict", "kind_of"]
-__all__ += ["parts_of", "register_cache", "slot_parts", "when_kinds_change"]
+__all__ = ["BUILT_IN", "MODULE_HOOKS", "Kind", "Parts", "atoms", "instance_dict"]
+__all__ += ["kind_of", "parts_of", "register_cache", "slot_parts", "when_kinds_change"]
 
 
 class Kind(enum.Enum):
@@ -66,6 +66,17 @@ _SIMPLE = (
     (functools.partial, Kind.PARTIAL),
     (types.CellType, Kind.CELL),
 )
+MODULE_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+    "_state_dict_hooks",
+    "_state_dict_pre_hooks",
+    "_load_state_dict_pre_hooks",
+    "_load_state_dict_post_hooks",
+)
+"""Attributes of a module that hold its hooks."""
 BUILT_IN = frozenset({dict, list, tuple, set, frozenset})
 """Containers that hold nothing but their items."""
 _known: dict[type, Kind] = {}

@@ -15,9 +15,9 @@ from torch.optim import Optimizer
 
 from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.audit.graph import ModulePlace, ObjectGraph, Place, look
+from deferred_init.audit.kinds import MODULE_HOOKS
 
 __all__ = [
-    "MODULE_HOOKS",
     "TENSOR_HOOKS",
     "ModuleBefore",
     "Share",
@@ -28,16 +28,6 @@ __all__ = [
 ]
 
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
-MODULE_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
-)
 Hooks = Mapping[str, tuple[Any, ...]]
 
 

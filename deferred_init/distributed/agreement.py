@@ -23,6 +23,7 @@ from deferred_init.distributed.rendezvous import (
     spell_who,
 )
 from deferred_init.errors import PlanError
+from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import Request
 from deferred_init.plan import Plan
 from deferred_init.rng import BY_NAME
@@ -96,7 +97,10 @@ def _facts(
         "verify": request.verify,
         "broadcast_from": str(request.broadcast_from),
     }
-    if plan is not None and plan.steps and request.broadcast_from is None:
+    made = plan is not None and any(
+        not isinstance(step.initializer, CheckpointInitializer) for step in plan.steps
+    )
+    if made and request.broadcast_from is None:
         facts["kind of device"] = _kind_of_device(request.device)
     draws = plan is not None and plan.steps and request.rng == "eager"
     if draws and request.seed is None and request.broadcast_from is None:

@@ -16,6 +16,7 @@ from backend import DEVICE, generator_states
 from models import Net, shard
 from rank_pool import RankPool
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 import deferred_init as di
 from deferred_init.distributed.rendezvous import Meeting, RanksMissing, spell_ranks
@@ -255,3 +256,23 @@ def test_meetings_follow_each_other_and_all_hear_the_same_verdict(
 def test_runs_of_ranks_are_joined_when_they_are_spelled() -> None:
     assert spell_ranks([5, 0, 1, 2]) == "0-2, 5"
     assert spell_ranks([3]) == "3"
+
+
+def _loads_on_unlike_cpus(rank: int) -> None:
+    warnings.simplefilter("ignore")
+    kind = "AVX512" if rank else "DEFAULT"
+    torch.backends.cpu.get_cpu_capability = lambda: kind
+    torch.manual_seed(5)
+    expected = nn.Linear(4, 3)
+    model = di.deferred_init(nn.Linear, 4, 3)
+    fully_shard(model)
+    di.materialize(model, DEVICE, weights=expected.state_dict(), seed=1)
+    for name, parameter in model.named_parameters():
+        full = parameter.full_tensor()  # type: ignore[attr-defined]
+        assert torch.equal(full, dict(expected.named_parameters())[name])
+
+
+def test_ranks_on_unlike_devices_may_load_what_they_do_not_draw() -> None:
+    pool = RankPool(2)
+    pool.run(_loads_on_unlike_cpus)
+    pool.end()
