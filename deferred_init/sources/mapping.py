@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -36,8 +36,8 @@ class MappingSource:
         self.name = name
         self._values = flatten(mapping)
         arrays = [
-            str(key)
-            for key, value in mapping.items()
+            key
+            for key, value in _leaves(mapping)
             if hasattr(value, "__array_interface__") and not isinstance(value, Tensor)
         ]
         if arrays:
@@ -81,19 +81,25 @@ class MappingSource:
         return None if _is_plain(value) else value
 
 
-def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Tensor]:
+def flatten(mapping: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the tensors of nested mappings by dotted name.
 
     >>> list(flatten({"model": {"w": torch.zeros(1)}, "step": 3}))
     ['model.w']
     """
-    found: dict[str, Tensor] = {}
+    return {
+        key: value.detach()
+        for key, value in _leaves(mapping)
+        if isinstance(value, Tensor)
+    }
+
+
+def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in mapping.items():
-        if isinstance(value, Tensor):
-            found[f"{prefix}{key}"] = value.detach()
-        elif isinstance(value, Mapping):
-            found.update(flatten(value, f"{prefix}{key}."))
-    return found
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
 
 
 def _describe(key: str, value: Tensor) -> TensorInfo:

@@ -49,3 +49,5 @@ def test_numpy_arrays_are_not_left_out_in_silence() -> None:
     text = _refusal({**_stored(), "0.bias": torch.zeros(3).numpy()})
     assert "1 values are numpy arrays, expected tensors: `0.bias`" in text
     assert "torch.from_numpy" in text
+    text = _refusal({"model": {**_stored(), "0.bias": torch.zeros(3).numpy()}})
+    assert "1 values are numpy arrays, expected tensors: `model.0.bias`" in text
