@@ -14,24 +14,29 @@ from typing import Any, ParamSpec, TypeVar
 
 from torch import nn
 
-__all__ = ["calls_of", "calls_twice", "init_methods", "writes_of"]
+__all__ = ["by_type", "calls_of", "calls_twice", "constructors", "init_methods"]
+__all__ += ["draws_of", "writes_of"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
 # Their code belongs to frameworks that have initializers of their own.
 _FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
 P = ParamSpec("P")
 T = TypeVar("T")
+_DRAWING_NAMES = frozenset(
+    {"bernoulli", "fork_rng", "manual_seed", "multinomial", "rand", "rand_like"}
+    | {"randint", "randint_like", "randn", "randn_like", "randperm", "set_rng_state"}
+)
 _WRITING_NAMES = frozenset({"apply", "copy_", "data", "fill_"})
 
 
-def _by_type(function: Callable[P, T]) -> Callable[P, T]:
+def by_type(function: Callable[P, T]) -> Callable[P, T]:
     """Remember the result for each type; bounded, since it keeps types alive."""
     cached: Any = functools.lru_cache(maxsize=4096)(function)
     result: Callable[P, T] = cached
     return result
 
 
-@_by_type
+@by_type
 def init_methods(module_type: type) -> tuple[tuple[str, ...], bool]:
     """Return the names of a class's init methods to run, and whether that is certain.
 
@@ -43,7 +48,7 @@ def init_methods(module_type: type) -> tuple[tuple[str, ...], bool]:
     return (called, True) if called else (found[:1], False)
 
 
-@_by_type
+@by_type
 def calls_of(module_type: type) -> tuple[str, ...]:
     """Return the names that the constructors use, also in methods that they call."""
     seen: dict[str, None] = {}
@@ -56,7 +61,7 @@ def calls_of(module_type: type) -> tuple[str, ...]:
     return tuple(seen)
 
 
-@_by_type
+@by_type
 def calls_twice(module_type: type, name: str) -> bool:
     """Whether a framework's constructor calls a method, and a user's calls it again."""
     first = next(
@@ -66,7 +71,7 @@ def calls_twice(module_type: type, name: str) -> bool:
     return name in calls_of(first) and name in _own_names(module_type)
 
 
-@_by_type
+@by_type
 def writes_of(module_type: type) -> tuple[str, ...]:
     """Return the names in user constructors that hint at values written there."""
     seen = _own_names(module_type)
@@ -83,15 +88,29 @@ def writes_of(module_type: type) -> tuple[str, ...]:
     )
 
 
-def _own_names(module_type: type) -> tuple[str, ...]:
-    """Return the names in the code of user constructors, without what they call."""
-    seen: dict[str, None] = {}
+@by_type
+def draws_of(module_type: type) -> tuple[str, ...]:
+    """Return the names in user constructors that draw, seed or fork generators."""
+    return tuple(n for n in _own_names(module_type) if n in _DRAWING_NAMES)
+
+
+def constructors(module_type: type) -> tuple[types.CodeType, ...]:
+    """Return the code of user constructors, from the first base to the class."""
+    found = []
     for base in reversed(module_type.__mro__):
         constructor = vars(base).get("__init__")
         own = not base.__module__.startswith(_FOREIGN)
         if own and isinstance(constructor, types.FunctionType):
-            for code in _nested(constructor.__code__):
-                seen.update(dict.fromkeys(code.co_names))
+            found.append(constructor.__code__)
+    return tuple(found)
+
+
+def _own_names(module_type: type) -> tuple[str, ...]:
+    """Return the names in the code of user constructors, without what they call."""
+    seen: dict[str, None] = {}
+    for constructor in constructors(module_type):
+        for code in _nested(constructor):
+            seen.update(dict.fromkeys(code.co_names))
     return tuple(seen)
 
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import nn
 
+from deferred_init.constructor_code import made_before, passed_in, stored_twice
+from deferred_init.constructor_names import init_methods
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Step
 from deferred_init.slots import Inventory, ModuleSite
 
-__all__ = ["list_assumptions", "order_assumptions"]
+__all__ = ["constructor_assumptions", "list_assumptions", "order_assumptions"]
 
+_RECORD = "; where not, build the model inside `deferred_init(...)`"
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
@@ -21,11 +24,7 @@ def list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
     A block that appends to plain lists in turn, and registers them as a `ModuleList`
     each at the end, leaves the same tree as one that fills list after list.
     """
-    drawn = {
-        id(step.site)
-        for step in steps
-        if step.order is None and step.initializer.name == "torch.nn"
-    }
+    drawn = _drawn(steps)
     found: dict[str, list[str]] = {}
     for site in inventory.sites():
         lists = [one for one in site.children if isinstance(one.module, _LISTS)]
@@ -41,6 +40,65 @@ def list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
         "`deferred_init(...)`"
         for kind, names in found.items()
     )
+
+
+def constructor_assumptions(
+    steps: Sequence[Step], inventory: Inventory
+) -> tuple[str, ...]:
+    """Name classes whose constructors did not make the children one after the other."""
+    drawn = _drawn(steps)
+    found: dict[str, None] = {}
+    for site in inventory.sites():
+        kind = type(site.module)
+        if kind.__module__.startswith("torch.nn."):
+            continue
+        children = [c.fqn.rpartition(".")[2] for c in site.children if _any(c, drawn)]
+        if children:
+            held = [name for name, _ in site.module.named_children()]
+            found.update(dict.fromkeys(_order_in(kind, children, held)))
+    return tuple(found)
+
+
+def _order_in(
+    kind: type, children: Sequence[str], held: Sequence[str]
+) -> Iterator[str]:
+    """Say what the constructors of a class tell against the order of its children.
+
+    Args:
+        kind: The class.
+        children: Children that draw random numbers, in the order of the tree.
+        held: All children.
+    """
+    passed = [name for name in children if name in passed_in(kind)]
+    if passed and children[: len(passed)] != passed:
+        yield (
+            f"{listing(passed)} of {kind.__qualname__}, which its constructor was "
+            "given, was constructed after the children that stand before it"
+            f"{_RECORD}"
+        )
+    twice = [name for name in held if name in stored_twice(kind)]
+    if twice:
+        yield (
+            f"{listing(twice)} of {kind.__qualname__} stands in the place of what a "
+            "base class had assigned there, and that one drew no random numbers"
+            f"{_RECORD}"
+        )
+    for method in init_methods(kind)[0] if init_methods(kind)[1] else ():
+        late = [name for name in children if name in made_before(kind, method)]
+        if late:
+            yield (
+                f"{listing(late)} of {kind.__qualname__} was constructed before "
+                f"`{method}` ran, though the constructor calls it first{_RECORD}"
+            )
+
+
+def _drawn(steps: Sequence[Step]) -> set[int]:
+    """Modules of torch whose place in the order is that of the tree."""
+    return {
+        id(step.site)
+        for step in steps
+        if step.order is None and step.initializer.name == "torch.nn"
+    }
 
 
 def _any(site: ModuleSite, sites: set[int]) -> bool:

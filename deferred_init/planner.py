@@ -23,7 +23,11 @@ from deferred_init.handlers.registry import (
     initializers_for,
     last_initializers,
 )
-from deferred_init.order_assumptions import list_assumptions, order_assumptions
+from deferred_init.order_assumptions import (
+    constructor_assumptions,
+    list_assumptions,
+    order_assumptions,
+)
 from deferred_init.ordering import ordered_steps
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
@@ -88,6 +92,7 @@ def make_plan(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
             *list_assumptions(steps, inventory),
+            *constructor_assumptions(steps, inventory),
             *value_assumptions(steps),
         ),
         final_bytes=final_bytes,

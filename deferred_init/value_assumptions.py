@@ -25,12 +25,12 @@ _CONSTANT = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase)
 
 
 def value_assumptions(steps: Sequence[Step]) -> tuple[str, ...]:
-    """Name tensors of `torch.nn` modules that were written or cast since.
+    """Name tensors of `torch.nn` modules that were written, replaced or cast since.
 
     Only tensors are named that one `reset_parameters` of torch's makes and no other
     initializer writes to. A write through `.data` is not counted by torch.
     """
-    return (*_written_again(steps), *_cast(steps))
+    return (*_written_again(steps), *_never_written(steps), *_cast(steps))
 
 
 def _written_again(steps: Sequence[Step]) -> Iterator[str]:
@@ -47,6 +47,27 @@ def _written_again(steps: Sequence[Step]) -> Iterator[str]:
             f"{listing(names)}: what was written there after the constructor of its "
             "own module changed no value; where it did, build the model inside "
             "`deferred_init(...)`"
+        )
+
+
+def _never_written(steps: Sequence[Step]) -> Iterator[str]:
+    """Name what torch's constructor of the module did not write, or not this object."""
+    again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
+    default = torch.get_default_dtype()
+    names = [
+        slot.fqn
+        for slot in _made_by_torch(steps)
+        if id(slot.tensor) not in again
+        and type(slot.tensor) in (nn.Parameter, torch.Tensor)  # not what was sharded
+        and slot.tensor.dtype == default  # what was cast is named as such
+        and not slot.tensor.is_inference()
+        and slot.tensor._version < _num_writes(slot)
+    ]
+    if names:
+        yield (
+            f"{listing(names)}: copied or put there after the constructor of its own "
+            "module had drawn others; values are given as if those had stayed. "
+            "Where they are not the same, build the model inside `deferred_init(...)`"
         )
 
 

@@ -14,6 +14,7 @@ eager construction did not draw. Where an initializer of the module's type runs
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
 from functools import lru_cache
@@ -21,9 +22,11 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
+from deferred_init.constructor_code import calls_with_arguments
 from deferred_init.constructor_names import (
     calls_of,
     calls_twice,
+    draws_of,
     init_methods,
     writes_of,
 )
@@ -171,7 +174,21 @@ def _assumptions(
             f"the constructor of {kind} gives the values that `{calls[0]}` gives, "
             "though it does not call it"
         )
+    for name in calls:
+        if _has_options(module, name) and calls_with_arguments(type(module), name):
+            yield (
+                f"the constructor of {kind} calls `{name}` with arguments; here it is "
+                "called without, and where they change values, build the model inside "
+                "`deferred_init(...)`"
+            )
     yield from _hints(module, calls)
+
+
+def _has_options(module: nn.Module, name: str) -> bool:
+    try:
+        return bool(inspect.signature(getattr(module, name)).parameters)
+    except (TypeError, ValueError):  # no Python function
+        return False
 
 
 def _hints(module: nn.Module, calls: tuple[str, ...]) -> Iterator[str]:
@@ -182,6 +199,12 @@ def _hints(module: nn.Module, calls: tuple[str, ...]) -> Iterator[str]:
         yield (
             f"the constructor of {kind} calls `{_RESET}` again, after that of its base "
             "class; here it is run once"
+        )
+    if draws := [f"`{name}`" for name in draws_of(type(module))]:
+        yield (
+            f"what the constructor of {kind} calls ({', '.join(draws)}) leaves the "
+            "generators as they are; where it does not, build the model inside "
+            "`deferred_init(...)`"
         )
     if names:
         yield (

@@ -1,0 +1,97 @@
+"""What the bytecode of constructors tells about the order in which they did things.
+
+The names that `constructor_names.py` reads tell what a constructor calls. Here are
+questions that also need the instructions between the names. Each answer is a hint for
+a report: whoever hides a call behind another function is not seen through.
+"""
+
+from __future__ import annotations
+
+import dis
+import itertools
+import types
+from collections.abc import Iterator, Sequence
+
+from deferred_init.constructor_names import by_type, constructors
+
+__all__ = ["calls_with_arguments", "made_before", "passed_in", "stored_twice"]
+
+_BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"})
+
+
+@by_type
+def calls_with_arguments(module_type: type, method: str) -> bool:
+    """Whether a constructor of the class passes arguments to one of its methods."""
+    return any(
+        one.argval == method and after.opname.startswith("LOAD_")
+        for code in constructors(module_type)
+        for one, after in _pairs(code)
+        if one.opname.startswith("LOAD_")
+    )
+
+
+@by_type
+def passed_in(module_type: type) -> frozenset[str]:
+    """Return attributes to which a constructor assigns one of its own arguments.
+
+    An argument that the constructor itself may have replaced does not count.
+    """
+    found: set[str] = set()
+    for code in constructors(module_type):
+        num = code.co_argcount + code.co_kwonlyargcount
+        arguments = set(code.co_varnames[1:num])
+        instructions = _instructions(code)
+        for one in instructions:
+            if one.opname.startswith("STORE_FAST"):
+                arguments -= set(_names(one))
+        loaded: list[str] = []
+        for one in instructions:
+            if one.opname == "STORE_ATTR" and len(loaded) > 1:
+                value, owner = loaded[-2:]
+                if value in arguments and owner == code.co_varnames[0]:
+                    found.add(one.argval)
+            is_load = one.opname.startswith("LOAD_FAST")
+            loaded = [*loaded, *_names(one)] if is_load else []
+    return frozenset(found)
+
+
+@by_type
+def stored_twice(module_type: type) -> frozenset[str]:
+    """Return attributes that the constructors of two classes of the MRO assign."""
+    seen: set[str] = set()
+    twice: set[str] = set()
+    for code in constructors(module_type):
+        stored = {o.argval for o in _instructions(code) if o.opname == "STORE_ATTR"}
+        twice |= seen & stored
+        seen |= stored
+    return frozenset(twice)
+
+
+@by_type
+def made_before(module_type: type, method: str) -> frozenset[str]:
+    """Return attributes that a constructor assigns after it has called a method."""
+    found: set[str] = set()
+    for code in constructors(module_type):
+        called = False
+        for one in _instructions(code):
+            called = called or (one.opname.startswith("LOAD_") and one.argval == method)
+            if called and one.opname == "STORE_ATTR":
+                found.add(one.argval)
+    return frozenset(found)
+
+
+def _instructions(code: types.CodeType) -> Sequence[dis.Instruction]:
+    return [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
+
+
+def _pairs(
+    code: types.CodeType,
+) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
+    instructions = _instructions(code)
+    yield from itertools.pairwise(instructions)
+
+
+def _names(one: dis.Instruction) -> tuple[str, ...]:
+    """The variables of an instruction; since 3.13 some take two at once."""
+    value = one.argval
+    return value if isinstance(value, tuple) else (value,)

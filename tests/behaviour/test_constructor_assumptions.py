@@ -1,0 +1,159 @@
+"""What the code of constructors tells against the order of a tree is not silent."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import deferred_init as di
+
+
+class _Options(nn.Module):
+    """As timm's models: an init method with options, which the constructor uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.init_weights(std=0.5)
+
+    def init_weights(self, std: float = 0.02) -> None:
+        nn.init.normal_(self.linear.weight, std=std)
+
+
+class _Defaults(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.init_weights()
+
+    init_weights = _Options.init_weights
+
+
+class _Given(nn.Module):
+    """As a residual block that is given its downsampling."""
+
+    def __init__(self, down: nn.Module) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.down = down
+
+
+def _given() -> nn.Module:
+    return _Given(nn.Linear(3, 3))
+
+
+class _Wrapped(nn.Module):
+    def __init__(self, inner: nn.Module, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.inner = inner
+        self.linear = nn.Linear(3, 3)
+        if norm is None:
+            norm = nn.Linear(3, 3)
+        self.norm = norm
+
+
+def _wrapped() -> nn.Module:
+    return _Wrapped(nn.Linear(3, 3))
+
+
+class _Base(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.head = nn.Linear(3, 3)
+
+
+class _NewHead(_Base):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Sequential()
+        self.other = nn.Linear(3, 3)
+
+
+class _Early(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.reset_parameters()
+        self.linear = nn.Linear(3, 3)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+
+class _Late(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3, 3))
+        self.linear = nn.Linear(3, 3)
+        self.reset_parameters()
+
+    reset_parameters = _Early.reset_parameters
+
+
+class _Seeds(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.linear = nn.Linear(3, 3)
+
+
+class _Copies(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        one = nn.Linear(3, 3)
+        self.layers = nn.ModuleList(copy.deepcopy(one) for _ in range(2))
+
+
+class _NewBias(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.linear.bias = nn.Parameter(torch.ones(3))
+
+
+def _on_meta(build: Callable[[], nn.Module]) -> nn.Module:
+    with torch.device("meta"):
+        return build()
+
+
+def _equals_eager(build: Callable[[], nn.Module]) -> bool:
+    torch.manual_seed(0)
+    eager = build().state_dict()
+    model = _on_meta(build)
+    di.materialize(model, "cpu", seed=0)
+    found = model.state_dict()
+    return all(torch.equal(found[name], eager[name]) for name in eager)
+
+
+@pytest.mark.parametrize(
+    ("build", "said"),
+    [
+        (_Options, "the constructor of _Options calls `init_weights` with arguments"),
+        (_given, "`down` of _Given, which its constructor was given, was constructed"),
+        (_NewHead, "`head` of _NewHead stands in the place of what a base class"),
+        (_Early, "`linear` of _Early was constructed before `reset_parameters` ran"),
+        (_Seeds, "what the constructor of _Seeds calls (`manual_seed`) leaves"),
+        (_Copies, "`layers.0.weight`, `layers.0.bias`, `layers.1.weight`"),
+        (_NewBias, "`linear.bias`: copied or put there after the constructor"),
+    ],
+)
+def test_a_constructor_that_the_tree_does_not_show_is_named(
+    build: Callable[[], nn.Module], said: str
+) -> None:
+    (text,) = di.plan(_on_meta(build), "cpu").assumptions
+    assert text.startswith(said)
+    assert "build the model inside `deferred_init(...)`" in text
+    assert not _equals_eager(build)
+
+
+@pytest.mark.parametrize("build", [_Defaults, _wrapped, _Base, _Late])
+def test_a_constructor_that_the_tree_shows_is_not_named(
+    build: Callable[[], nn.Module],
+) -> None:
+    assert di.plan(_on_meta(build), "cpu").assumptions == ()
+    assert _equals_eager(build)
