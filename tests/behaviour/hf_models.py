@@ -1,15 +1,18 @@
-"""Small Hugging Face models, and what it means that two of them are equal."""
+"""Small Hugging Face models: eager, on meta, loaded, materialized."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import accelerate
 import torch
 import transformers as hf
 from torch import Tensor, nn
+
+import deferred_init as di
+from tests.behaviour.equal_models import on_meta
 
 Build = Callable[[], nn.Module]
 
@@ -128,11 +131,6 @@ def builder(name: str) -> Build:
     return build
 
 
-def on_meta(build: Build) -> nn.Module:
-    with torch.device("meta"):
-        return build()
-
-
 def _empty(build: Build, include_buffers: bool) -> nn.Module:
     with accelerate.init_empty_weights(include_buffers=include_buffers):
         return build()
@@ -153,25 +151,17 @@ def eager(build: Build, seed: int = 5) -> tuple[nn.Module, Tensor]:
     return build(), torch.get_rng_state()
 
 
-def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer under every name, ties and all."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
+def loaded(name: str) -> tuple[nn.Module, nn.Module]:
+    """Return a model on meta into which a state dict was assigned, and its source."""
+    expected, _ = eager(builder(name), seed=9)
+    model = on_meta(builder(name))
+    state = copy.deepcopy(expected.state_dict())
+    model.load_state_dict(state, assign=True)
+    model.tie_weights()
+    return model, expected
 
 
-def assert_same(model: nn.Module, expected: nn.Module) -> None:
-    """Assert equality of values, geometry, flags and of which tensors are one."""
-    ours, theirs = dict(tensors(model)), dict(tensors(expected))
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        made = ours[name]
-        assert made.device == value.device, name
-        assert (made.dtype, made.stride()) == (value.dtype, value.stride()), name
-        assert made.requires_grad == value.requires_grad, name
-        assert torch.equal(made, value), name
-    assert _one_object(ours) == _one_object(theirs)
-
-
-def _one_object(named: dict[str, Tensor]) -> list[str]:
-    first: dict[int, str] = {}
-    return [first.setdefault(id(tensor), name) for name, tensor in named.items()]
+def materialized(build: Build, **options: Any) -> nn.Module:
+    model = on_meta(build)
+    di.materialize(model, "cpu", seed=5, **options)
+    return model

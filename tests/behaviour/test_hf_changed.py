@@ -15,15 +15,8 @@ pytest.importorskip("accelerate", reason="needs accelerate")
 import transformers as hf
 
 import deferred_init as di
-from tests.behaviour.hf_models import (
-    CONFIGS,
-    WAYS,
-    assert_same,
-    builder,
-    eager,
-    on_meta,
-    tensors,
-)
+from tests.behaviour.equal_models import assert_same, on_meta, tensors
+from tests.behaviour.hf_models import CONFIGS, WAYS, builder, eager
 
 pytestmark = pytest.mark.hf
 

@@ -1,15 +1,10 @@
-"""Reports about other systems that concern Hugging Face models, one test per row.
+"""Reports about other systems on Hugging Face models: loading, ties and buffers.
 
 The number in each id is the row of `reports.md`: a symptom that users of some other
 system met. Here each of them is right, or refused by name before anything is done.
 """
 
 from __future__ import annotations
-
-import copy
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,48 +17,19 @@ import accelerate
 import transformers as hf
 
 import deferred_init as di
-from tests.behaviour.hf_models import (
-    CONFIGS,
-    assert_same,
-    builder,
-    eager,
-    on_meta,
-    tensors,
-)
+from tests.behaviour.equal_models import assert_same, on_meta, tensors
+from tests.behaviour.hf_models import CONFIGS, builder, eager, loaded, materialized
+from tests.behaviour.report_rows import Rows
 
 pytestmark = pytest.mark.hf
 
-Row = Callable[[Path], None]
-ROWS: dict[str, Row] = {}
-
-
-def row(number: int, what: str) -> Callable[[Row], Row]:
-    def keep(check: Row) -> Row:
-        ROWS[f"row {number}: {what}"] = check
-        return check
-
-    return keep
-
-
-def _loaded(name: str) -> tuple[nn.Module, nn.Module]:
-    """A model on meta into which all that a state dict has was assigned."""
-    expected, _ = eager(builder(name), seed=9)
-    model = on_meta(builder(name))
-    state = copy.deepcopy(expected.state_dict())
-    model.load_state_dict(state, assign=True)
-    model.tie_weights()
-    return model, expected
-
-
-def _materialized(build: Callable[[], nn.Module], **options: Any) -> nn.Module:
-    model = on_meta(build)
-    di.materialize(model, "cpu", seed=5, **options)
-    return model
+ROWS = Rows()
+row = ROWS.add
 
 
 @row(1, "transient buffers are left on meta by load_state_dict(assign=True)")
-def _(tmp: Path) -> None:
-    model, expected = _loaded("mistral")
+def _() -> None:
+    model, expected = loaded("mistral")
     assert model.model.rotary_emb.inv_freq.is_meta
     di.materialize(model, "cpu")
     assert_same(model, expected)
@@ -71,7 +37,7 @@ def _(tmp: Path) -> None:
 
 
 @row(2, "keys that a checkpoint lacks are made, and told")
-def _(tmp: Path) -> None:
+def _() -> None:
     expected, _ = eager(builder("mistral"), seed=9)
     with accelerate.init_empty_weights():
         model = builder("mistral")()
@@ -87,19 +53,19 @@ def _(tmp: Path) -> None:
 
 
 @row(7, "a model on meta is never copied from: it is made or refused")
-def _(tmp: Path) -> None:
-    model = _materialized(builder("gpt2"))
+def _() -> None:
+    model = materialized(builder("gpt2"))
     assert not any(t.is_meta for _, t in tensors(model))
 
 
 @row(11, "ties are found by identity; values on meta are never compared")
-def _(tmp: Path) -> None:
-    model = _materialized(builder("llama"), verify="full")
+def _() -> None:
+    model = materialized(builder("llama"), verify="full")
     assert model.lm_head.weight is model.model.embed_tokens.weight
 
 
 @row(13, "a Parameter set after construction is made by its module or refused")
-def _(tmp: Path) -> None:
+def _() -> None:
     model = on_meta(builder("mistral"))
     proj = model.model.layers[0].self_attn.q_proj
     proj.magnitude = nn.Parameter(torch.empty(32, device="meta"))
@@ -112,7 +78,7 @@ def _(tmp: Path) -> None:
 
 
 @row(14, "every tensor that cannot be made is named with its path")
-def _(tmp: Path) -> None:
+def _() -> None:
     model = on_meta(builder("mistral"))
     for layer in model.model.layers:
         layer.scale = nn.Parameter(torch.empty(3, device="meta"))
@@ -123,7 +89,7 @@ def _(tmp: Path) -> None:
 
 
 @row(16, "input and output embeddings stay one object")
-def _(tmp: Path) -> None:
+def _() -> None:
     model = on_meta(builder("gpt2"))
     weight = model.lm_head.weight
     di.materialize(model, "cpu", seed=5)
@@ -131,7 +97,7 @@ def _(tmp: Path) -> None:
 
 
 @row(17, "a tie made inside init_empty_weights is one object in the end")
-def _(tmp: Path) -> None:
+def _() -> None:
     with accelerate.init_empty_weights():
         model = builder("gpt2")()
     assert model.lm_head.weight is not model.transformer.wte.weight
@@ -140,7 +106,7 @@ def _(tmp: Path) -> None:
 
 
 @row(20, "a tied model is made without an untied copy of its embedding")
-def _(tmp: Path) -> None:
+def _() -> None:
     model = on_meta(builder("llama"))
     assert di.plan(model, "cpu").final_bytes == sum(
         t.numel() * t.element_size() for t in {t for _, t in tensors(model)}
@@ -155,18 +121,18 @@ def _(tmp: Path) -> None:
 
 
 @row(25, "a composite model built by from_config on meta is tied")
-def _(tmp: Path) -> None:
+def _() -> None:
     def build() -> nn.Module:
         config = CONFIGS["llava"]()
         config.tie_word_embeddings = True
         return hf.AutoModelForImageTextToText.from_config(config)
 
     expected, _ = eager(build)
-    assert_same(_materialized(build), expected)
+    assert_same(materialized(build), expected)
 
 
 @row(26, "a loaded side of a tie wins over the one on meta")
-def _(tmp: Path) -> None:
+def _() -> None:
     expected, _ = eager(builder("llama"), seed=9)
     model = on_meta(builder("llama"))
     state = expected.state_dict()
@@ -180,8 +146,8 @@ def _(tmp: Path) -> None:
 
 
 @row(28, "parameters on meta are not taken for one tie because addresses are 0")
-def _(tmp: Path) -> None:
-    model = _materialized(builder("mistral"))
+def _() -> None:
+    model = materialized(builder("mistral"))
     expected, _ = eager(builder("mistral"))
     assert_same(model, expected)
     assert model.lm_head.weight is not model.model.embed_tokens.weight
@@ -190,18 +156,18 @@ def _(tmp: Path) -> None:
 @row(31, "rotary tables are computed, not read from fresh memory")
 @row(37, "rotary tables are computed, not zeroed")
 @row(38, "rotary tables need not be persistent to survive")
-def _(tmp: Path) -> None:
+def _() -> None:
     for name in ("llama", "gemma3", "mixtral"):
         expected, _ = eager(builder(name))
         theirs = dict(expected.named_buffers())
         for rng in ("eager", "by_name"):
-            model = _materialized(builder(name), rng=rng, verify="full")
+            model = materialized(builder(name), rng=rng, verify="full")
             for key, buffer in model.named_buffers():
                 assert torch.equal(buffer, theirs[key]), key
 
 
 @row(32, "a transient buffer that _init_weights forgets has its value, or is refused")
-def _(tmp: Path) -> None:
+def _() -> None:
     class Forgetful(hf.GPT2Model):
         def __init__(self, config: hf.GPT2Config) -> None:
             super().__init__(config)
@@ -211,7 +177,7 @@ def _(tmp: Path) -> None:
     def build() -> nn.Module:
         return Forgetful(CONFIGS["gpt2"]())
 
-    model = _materialized(build)
+    model = materialized(build)
     assert torch.equal(model.table, torch.linspace(0.0, 1.0, 5))
     changed = on_meta(build)
     changed.h[0] = nn.Identity()
@@ -221,20 +187,20 @@ def _(tmp: Path) -> None:
 
 @row(34, "each tensor has the dtype that it was built with")
 @row(41, "integer buffers keep their dtype in a low precision model")
-def _(tmp: Path) -> None:
+def _() -> None:
     def build() -> nn.Module:
         config = CONFIGS["bert"]()
         return hf.AutoModel.from_config(config, dtype=torch.bfloat16)
 
     expected, _ = eager(build)
-    model = _materialized(build)
+    model = materialized(build)
     assert_same(model, expected)
     assert model.embeddings.position_ids.dtype is torch.int64
     assert model.pooler.dense.weight.dtype is torch.bfloat16
 
 
 @row(40, "constant scales of embeddings are kept")
-def _(tmp: Path) -> None:
+def _() -> None:
     with accelerate.init_empty_weights(include_buffers=True):
         model = builder("gemma3")()
     di.materialize(model, "cpu", seed=5)
@@ -244,91 +210,14 @@ def _(tmp: Path) -> None:
 
 
 @row(44, "counters of batch norm start as in eager construction")
-def _(tmp: Path) -> None:
+def _() -> None:
     config = hf.ResNetConfig(
         embedding_size=8, hidden_sizes=[8, 8], depths=[1, 1], layer_type="basic"
     )
     expected, _ = eager(lambda: hf.ResNetModel(config))
-    assert_same(_materialized(lambda: hf.ResNetModel(config)), expected)
+    assert_same(materialized(lambda: hf.ResNetModel(config)), expected)
 
 
-@row(49, "layer scales keep the value that the constructor gave them")
-def _(tmp: Path) -> None:
-    expected, _ = eager(builder("dinov2"))
-    model = _materialized(builder("dinov2"))
-    assert torch.equal(
-        model.encoder.layer[0].layer_scale1.lambda1,
-        expected.encoder.layer[0].layer_scale1.lambda1,
-    )
-    assert float(expected.encoder.layer[0].layer_scale1.lambda1[0].detach()) == 1.0
-
-
-@row(53, "values are those of eager construction, not only their statistics")
-@row(47, "no value is left as it was found in memory")
-def _(tmp: Path) -> None:
-    for name in sorted(CONFIGS):
-        expected, _ = eager(builder(name))
-        assert_same(_materialized(builder(name), verify="full"), expected)
-
-
-@row(55, "tensors of nested models are initialized once")
-@row(56, "tensors of nested models are initialized once, by one order")
-def _(tmp: Path) -> None:
-    expected, state = eager(builder("llava"))
-    model = on_meta(builder("llava"))
-    the_plan = di.plan(model, "cpu")
-    made = [id(slot.tensor) for step in the_plan.steps for slot in step.claim.slots]
-    assert len(made) == len(set(made))
-    di.materialize(model, "cpu", seed=5)
-    assert_same(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@row(58, "loaded tensors are not initialized again")
-@row(59, "logarithms of loaded tensors are not taken twice")
-def _(tmp: Path) -> None:
-    model, expected = _loaded("mamba")
-    real = dict(tensors(model))
-    before = {name: id(tensor) for name, tensor in real.items()}
-    di.materialize(model, "cpu")
-    assert {name: id(tensor) for name, tensor in tensors(model)} == before
-    assert_same(model, expected)
-
-
-@row(62, "parameters of torch.empty get the values of initialize_weights")
-def _(tmp: Path) -> None:
-    model = _materialized(builder("mixtral"), verify="full")
-    experts = model.model.layers[0].mlp.experts.gate_up_proj
-    assert abs(experts.std().item() - 0.02) < 0.002
-
-
-@row(64, "casts after construction on meta are honoured")
-def _(tmp: Path) -> None:
-    def build() -> nn.Module:
-        return builder("llama")().half()
-
-    expected, _ = eager(build)
-    assert_same(_materialized(build), expected)
-
-
-@row(65, "the documented way gives the values of eager construction")
-def _(tmp: Path) -> None:
-    expected, state = eager(builder("gpt2"))
-    with torch.device("meta"):
-        model = builder("gpt2")()
-    optimizer = torch.optim.AdamW(model.parameters())
-    di.materialize(model, "cpu", seed=5, optimizers=[optimizer])
-    assert_same(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
-@row(67, "the padding row is zero wherever it is in eager construction")
-def _(tmp: Path) -> None:
-    for rng in ("eager", "by_name"):
-        model = _materialized(builder("bert"), rng=rng, verify="full")
-        assert not model.embeddings.word_embeddings.weight[0].any()
-
-
-@pytest.mark.parametrize("name", list(ROWS))
-def test_what_others_reported_is_right_or_refused(name: str, tmp_path: Path) -> None:
-    ROWS[name](tmp_path)
+@pytest.mark.parametrize("name", ROWS)
+def test_what_others_reported_is_right_or_refused(name: str) -> None:
+    ROWS[name]()

@@ -1,0 +1,39 @@
+"""Models on meta, and what it means that one equals the model built eagerly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+def on_meta(build: Callable[..., nn.Module], *args: Any) -> Any:
+    with torch.device("meta"):
+        return build(*args)
+
+
+def tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer under every name, ties and all."""
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
+
+
+def assert_same(model: nn.Module, expected: nn.Module) -> None:
+    """Assert equality of values, geometry, flags and of which tensors are one."""
+    ours, theirs = dict(tensors(model)), dict(tensors(expected))
+    assert list(ours) == list(theirs)
+    for name, value in theirs.items():
+        made = ours[name]
+        assert type(made) is type(value), name
+        assert made.device == value.device, name
+        assert (made.dtype, made.stride()) == (value.dtype, value.stride()), name
+        assert made.requires_grad == value.requires_grad, name
+        assert torch.equal(made, value), name
+    assert _one_object(ours) == _one_object(theirs)
+
+
+def _one_object(named: dict[str, Tensor]) -> list[str]:
+    first: dict[int, str] = {}
+    return [first.setdefault(id(tensor), name) for name, tensor in named.items()]
