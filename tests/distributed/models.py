@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["LAYOUTS", "Block", "Net", "compare", "shard", "train"]
+__all__ = ["LAYOUTS", "Block", "Net", "Untied", "compare", "eager", "shard", "train"]
 
 LAYOUTS = {
     "fsdp": (2, 3, 4),
@@ -69,6 +70,29 @@ class Net(nn.Module):
             x = block(x)
         x = self.gain(x) + self.few(x) * self.positions[1].to(x.dtype)
         return self.head(x)
+
+
+class Untied(nn.Module):
+    """FSDP1 wants ties inside one unit; this model has none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(9, 6)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 6)) for _ in range(2)
+        )
+        self.head = nn.Linear(6, 9)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+def eager(make: Callable[[], Any], seed: int) -> Any:
+    torch.manual_seed(seed)
+    return make()
 
 
 def shard(model: Any, layout: str) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from typing import Any
 
 import pytest
@@ -12,45 +11,12 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from deferred_init.errors import PlanError
 from deferred_init.integrations import te_conversion
-from deferred_init.integrations.conversion_report import Conversion
 from deferred_init.integrations.te_conversion import convert_to_te
 from deferred_init.te.on_meta import te_on_meta
+from tests.integrations.te_conversion_models import build, needs_te, te
 
 pytestmark = pytest.mark.te
-
-try:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        import transformer_engine.pytorch as te
-except (ImportError, OSError):
-    te = None
-
-needs_te = pytest.mark.skipif(te is None, reason="Transformer Engine is not installed")
-
-
-class Block(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(32, 16)
-        self.norm = nn.LayerNorm(16)
-        self.rms = nn.RMSNorm(16, eps=1e-5)
-        self.odd = nn.Linear(16, 20)
-        self.up = nn.Linear(16, 32, bias=False)
-        self.down = nn.Linear(32, 16)
-        self.head = nn.Linear(16, 32, bias=False)
-        self.head.weight = self.embed.weight
-
-
-def build(kind: str) -> Any:
-    if kind == "recorded":
-        return di.deferred_init(Block)
-    if kind == "meta":
-        with torch.device("meta"):
-            return Block()
-    torch.manual_seed(0)
-    return Block()
 
 
 @needs_te
@@ -119,75 +85,6 @@ def test_real_values_stay_where_they_are_and_the_audit_finds_nothing() -> None:
     convert_to_te(model)
     assert {n: p.data_ptr() for n, p in model.named_parameters()} == pointers
     assert di.audit(model).ok
-
-
-@needs_te
-def test_a_layer_that_fp8_cannot_take_is_left_alone_and_its_siblings_are_not() -> None:
-    model = build("meta")
-    report = convert_to_te(model)
-    assert type(model.odd) is nn.Linear
-    assert [(item.fqn, item.reason) for item in report.left] == [
-        ("odd", "(20, 16) are not multiples of 16, which the format needs")
-    ]
-    assert isinstance(model.up, te.Linear)
-    assert "5 layers converted to Transformer Engine, 1 left alone" in str(report)
-
-
-@needs_te
-def test_patterns_include_and_exclude_layers_by_name() -> None:
-    model = build("meta")
-    report = convert_to_te(
-        model, Conversion(include=("up", "down", "head"), exclude=("head",))
-    )
-    assert [item.fqn for item in report.converted] == ["up", "down"]
-    reasons = {item.fqn: item.reason for item in report.left}
-    assert reasons["head"] == "excluded"
-    assert reasons["odd"] == reasons["norm"] == "not included"
-
-
-@needs_te
-def test_a_pattern_that_matches_nothing_is_refused_before_anything_changes() -> None:
-    model = build("meta")
-    with pytest.raises(PlanError) as caught:
-        convert_to_te(model, Conversion(exclude=("lm_haed", "norm")))
-    assert str(caught.value) == (
-        "1 patterns match no module of Block: 'lm_haed'; `model.named_modules()` lists "
-        "the names"
-    )
-    assert type(model.up) is nn.Linear
-
-
-@needs_te
-def test_a_norm_that_computes_something_else_is_left_alone() -> None:
-    gemma = pytest.importorskip("transformers.models.gemma.modeling_gemma")
-    llama = pytest.importorskip("transformers.models.llama.modeling_llama")
-    model = nn.Sequential(gemma.GemmaRMSNorm(16), llama.LlamaRMSNorm(16, eps=1e-5))
-    report = convert_to_te(model)
-    assert isinstance(model[1], te.RMSNorm)
-    assert model[1].eps == 1e-5
-    assert [(item.fqn, item.reason) for item in report.left] == [
-        ("0", "GemmaRMSNorm computes something else than a plain RMS norm")
-    ]
-
-
-@needs_te
-def test_subclasses_and_norms_without_bias_are_left_alone() -> None:
-    class Special(nn.Linear):
-        pass
-
-    model = nn.ModuleDict(
-        {
-            "special": Special(16, 16),
-            "bare": nn.LayerNorm(16, bias=False),
-            "fp64": nn.Linear(16, 16, dtype=torch.float64),
-        }
-    )
-    reasons = {item.fqn: item.reason for item in convert_to_te(model).left}
-    assert reasons == {
-        "special": "a subclass of Linear, which may compute something else",
-        "bare": "Transformer Engine's LayerNorm has a weight and a bias",
-        "fp64": "its weight is torch.float64",
-    }
 
 
 @needs_te
