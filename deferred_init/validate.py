@@ -17,7 +17,7 @@ from deferred_init.handlers.protocol import Request
 from deferred_init.loading.matching import WeightsRequest
 from deferred_init.recipe import Recipe
 from deferred_init.rng import BY_NAME, POLICIES
-from deferred_init.slots import Inventory
+from deferred_init.slots import Inventory, ModuleSite, SlotKind
 from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
 
@@ -201,13 +201,27 @@ def _wrap_after(kind: Any) -> tuple[str, ...]:
     return tuple(_WRAP_AFTER[name] for name in names if name in _WRAP_AFTER)
 
 
+def _any_deferred(wrapper: ModuleSite) -> bool:
+    """Whether deferred tensors are registered in a wrapper.
+
+    FSDP1 also lists what it ignores, in attributes of each of its units.
+    """
+    sites = [wrapper]
+    while sites:
+        site = sites.pop()
+        if any(s.deferred and s.kind is not SlotKind.ATTRIBUTE for s in site.slots):
+            return True
+        sites += [child for child in site.children if child.registered]
+    return False
+
+
 def wrapper_problems(inventory: Inventory) -> list[str]:
     """Name wrappers that keep copies of their own of what would be materialized."""
     problems = []
     for site in inventory.sites():
         kind: Any = type(site.module)
         for action in _wrap_after(kind):
-            if any(s.deferred for below in site.post_order() for s in below.slots):
+            if _any_deferred(site):
                 problems.append(
                     f"`{site.fqn or '(root)'}` is a `{type(site.module).__name__}` "
                     "around deferred parameters, of which it keeps its own records: "

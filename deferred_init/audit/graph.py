@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from deferred_init.audit.barren import Barren
+from deferred_init.audit.hooks import is_leaf
 from deferred_init.audit.kinds import (
     BUILT_IN,
     MODULE_HOOKS,
@@ -247,7 +248,7 @@ class _Walk:
             ]
             if rest:
                 self._values(rest, owner, prefix, scope)
-        if tensor.requires_grad and tensor.is_leaf and tensor.grad is not None:
+        if tensor.requires_grad and is_leaf(tensor) and tensor.grad is not None:
             grad = tensor.grad
             self._keep.append(grad)
             self.graph.places.append(

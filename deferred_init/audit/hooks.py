@@ -17,7 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["hook_is_registered"]
+__all__ = ["hook_is_registered", "is_leaf"]
+
+
+def is_leaf(tensor: Tensor) -> bool:
+    """Tell whether a tensor is a leaf; False where torch refuses to say.
+
+    torch builds a view's history again when it is asked for, and refuses where the
+    base of one of several views that one call returned was changed in place. FSDP1
+    (`use_orig_params=False`) leaves such views as attributes of the modules it shards.
+    """
+    try:
+        return tensor.is_leaf
+    except RuntimeError:
+        return False
 
 
 def hook_is_registered(tensor: Tensor, table: str) -> bool:
@@ -32,7 +45,9 @@ def hook_is_registered(tensor: Tensor, table: str) -> bool:
         leaves, or are of a subclass that keeps its data in its own way.
     """
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if not (plain and tensor.is_leaf and tensor.requires_grad) or _is_inference(tensor):
+    if not (plain and is_leaf(tensor) and tensor.requires_grad) or _is_inference(
+        tensor
+    ):
         return True
     hooks: dict[int, Any] = getattr(tensor, table)
     saved = dict(hooks)

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.audit.graph import ModulePlace, ObjectGraph, Place, look
+from deferred_init.audit.hooks import is_leaf
 from deferred_init.audit.kinds import MODULE_HOOKS
 
 __all__ = [
@@ -167,7 +168,7 @@ def _tensor_before(place: Place) -> TensorBefore:
         stride=tensor.stride() if strided else None,
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
-        is_leaf=tensor.is_leaf,
+        is_leaf=is_leaf(tensor),
         attributes=dict(carried) if carried else {},
         hooks=tensor_hooks(tensor),
         version=None if deferred or tensor.is_inference() else tensor._version,

@@ -37,7 +37,7 @@ def test_a_model_is_materialized_before_ddp_wraps_it(ranks: Ranks) -> None:
     ranks(2).run(_ddp)
 
 
-def _fsdp1(_rank: int, built: str) -> None:
+def _fsdp1(_rank: int, built: str, use_orig_params: bool) -> None:
     warnings.simplefilter("ignore")
     expected = eager(Untied, 4)
     torch.manual_seed(4)
@@ -51,12 +51,12 @@ def _fsdp1(_rank: int, built: str) -> None:
         auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
         param_init_fn=di.param_init_fn(device=DEVICE),
         device_id=torch.device(DEVICE),
-        use_orig_params=True,
+        use_orig_params=use_orig_params,
     )
     with FullyShardedDataParallel.summon_full_params(wrapped):
-        for (name, got), want in zip(
-            wrapped.named_parameters(), expected.parameters(), strict=True
-        ):
+        found = _by_module(wrapped)
+        for name, want in _by_module(expected).items():
+            got = found[name]
             assert got.shape == want.shape, name
             if built == "recorded":
                 assert torch.equal(got, want), name
@@ -66,9 +66,43 @@ def _fsdp1(_rank: int, built: str) -> None:
     loss.backward()
 
 
+def _by_module(model: nn.Module) -> dict[tuple[int, str], Any]:
+    """Find tensors by module: without `use_orig_params` they are plain attributes."""
+    modules = [m for m in model.modules() if isinstance(m, (nn.Linear, nn.Embedding))]
+    return {
+        (index, name): getattr(module, name)
+        for index, module in enumerate(modules)
+        for name in ("weight", "bias")
+        if hasattr(module, name)
+    }
+
+
+@pytest.mark.parametrize("use_orig_params", [True, False])
 @pytest.mark.parametrize("built", ["recorded", "meta"])
-def test_fsdp1_fills_its_units_with_param_init_fn(ranks: Ranks, built: str) -> None:
-    ranks(2).run(_fsdp1, built)
+def test_fsdp1_fills_its_units_with_param_init_fn(
+    ranks: Ranks, built: str, use_orig_params: bool
+) -> None:
+    ranks(2).run(_fsdp1, built, use_orig_params)
+
+
+def _ignoring(_rank: int) -> None:
+    warnings.simplefilter("ignore")
+    with torch.device("meta"):
+        model = Untied()
+    wrapped: Any = FullyShardedDataParallel(
+        model,
+        auto_wrap_policy=ModuleWrapPolicy({nn.Sequential}),
+        param_init_fn=di.param_init_fn(device=DEVICE),
+        device_id=torch.device(DEVICE),
+        ignored_modules=[model.head],
+        use_orig_params=True,
+    )
+    assert not any(p.is_meta for p in wrapped.parameters())
+    wrapped(torch.tensor([[1, 2, 3]])).square().mean().backward()
+
+
+def test_fsdp1_may_ignore_a_module_on_meta(ranks: Ranks) -> None:
+    ranks(2).run(_ignoring)
 
 
 def _wrapped_too_early(_rank: int) -> str:

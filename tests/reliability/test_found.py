@@ -272,3 +272,15 @@ def test_an_undo_action_that_is_always_interrupted_is_given_up_and_reported() ->
     log.push(action)
     assert [type(error) for error in log.rollback()] == [KeyboardInterrupt]
     assert done == ["first"]
+
+
+def test_a_view_whose_history_torch_refuses_is_looked_at() -> None:
+    model = nn.Module()
+    model.inner = di.deferred_init(nn.Linear, 2, 2)
+    base = torch.zeros(4, requires_grad=True).clone()
+    model.view = base.split(2)[0]
+    base.mul_(2)
+    with pytest.raises(RuntimeError, match="multiple views"):
+        _ = model.view.is_leaf
+    di.materialize(model, "cpu", verify="full")
+    assert di.audit(model, verify="full").ok
