@@ -127,7 +127,7 @@ class Replays:
             replay.finish(keep_generators=True if seeded else None)
         self._replays.clear()
         for slot, value, tensor in self._computed:
-            again = recompute(value, self._leaves, self._request.device)
+            again = recompute(value, self._leaves, self._request.device, tensor)
             real = tensor if again is None else again
             self._workspace.adopt(slot, dressed(slot.tensor, real))
         self._computed.clear()

@@ -114,7 +114,7 @@ def _materialize(
                 leaves[value] = tensor
     for tensor in computed.values():
         value = value_of(tensor)
-        again = recompute(value, leaves, replay_device)
+        again = recompute(value, leaves, replay_device, real[value])
         become(tensor, real[value] if again is None else again)
 
 
