@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from one_rank import shard
 from te_models import BF16, RECIPES, WIDTH, build, forward_backward, ops_model
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import deferred_init as di
@@ -38,13 +38,6 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
     "modules": two_modules,
     "ops": lambda device: ops_model("nested", device),
 }
-
-
-def shard(model: nn.Module) -> nn.Module:
-    if type(model) is nn.Sequential:
-        for layer in model:
-            fully_shard(layer)
-    return fully_shard(model)
 
 
 def from_meta(kind: str, te_recipe: Any, *, sharded: bool) -> Make:

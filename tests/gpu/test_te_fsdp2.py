@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
+from one_rank import one_rank, shard
 from te_models import (
     BF16,
     RECIPES,
@@ -24,7 +24,6 @@ from te_models import (
     same,
 )
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
 from torch.optim import AdamW
 
 import deferred_init as di
@@ -59,17 +58,8 @@ MODELS: dict[str, Callable[[str], nn.Module]] = {
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_rank() -> Iterator[None]:
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
-
-
-def _shard(model: nn.Module) -> None:
-    if type(model) is nn.Sequential:
-        for layer in model:
-            fully_shard(layer)
-    fully_shard(model)
+    with one_rank("nccl"):
+        yield
 
 
 def _local(param: Any) -> Tensor:
@@ -128,18 +118,18 @@ def test_shards_train_as_those_of_a_model_built_on_the_gpu(
     te_recipe = RECIPES[recipe]()
     model = build(lambda: MODELS[kind]("meta"), te_recipe)
     if order == "shard first":
-        _shard(model)
+        shard(model)
     held = dict(model.named_parameters())
     report = di.materialize(model, "cuda", seed=0, verify="full")
     assert all(param is held[name] for name, param in model.named_parameters())
     state = torch.cuda.get_rng_state()
     if order == "shard last":
-        _shard(model)
+        shard(model)
 
     torch.manual_seed(0)
     twin = build(lambda: MODELS[kind]("cuda"), te_recipe)
     assert torch.equal(torch.cuda.get_rng_state(), state)
-    _shard(twin)
+    shard(twin)
     assert not _different(model, twin)
     sequence = kind in SEQUENCES
     expected = _outcome(twin, te_recipe, sequence=sequence)
@@ -161,7 +151,7 @@ def test_values_from_before_quantization_are_kept_on_the_shard() -> None:
         keep_high_precision_init=True,
     )
     model = _stack("meta")
-    _shard(model)
+    shard(model)
     di.materialize(model, "cuda", recipe, seed=0)
     torch.manual_seed(0)
     twin = _stack("cuda")
@@ -173,7 +163,7 @@ def test_values_from_before_quantization_are_kept_on_the_shard() -> None:
 
 def test_a_shard_of_current_scaling_knows_over_whom_its_maximum_is_taken() -> None:
     model = build(lambda: _stack("meta"), RECIPES["current"]())
-    _shard(model)
+    shard(model)
     di.materialize(model, "cuda", seed=0)
     weight: Any = model[2].weight
     local: Any = _local(weight)
@@ -197,7 +187,7 @@ def test_the_peak_is_the_shards_and_one_module_in_full(recipe: str) -> None:
         ),
         te_recipe,
     )
-    _shard(model)
+    shard(model)
     report = di.materialize(model, "cuda", seed=0)
     assert report.peak_bytes is not None
     extra = report.peak_bytes - report.final_bytes

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import te_checkpoints
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from one_rank import one_rank
 from te_checkpoints import (
     FP8,
     MODELS,
@@ -60,11 +60,8 @@ INEXACT = {
 def _one_rank() -> Iterator[None]:
     """One rank, with a CPU backend too, as an asynchronous save wants it."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    torch.cuda.set_device(0)
-    store = dist.HashStore()
-    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_rank("cpu:gloo,cuda:nccl"):
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -25,6 +25,7 @@ FILES = (
     TESTS / "distributed" / "test_killed_ranks.py",
     TESTS / "te" / "test_te_faults.py",
     TESTS / "gpu" / "test_faults.py",
+    TESTS / "gpu" / "test_surroundings.py",
 )
 
 
