@@ -194,6 +194,20 @@ def test_saving_a_deferred_tensor_is_refused(tmp_path):
         torch.save(model.state_dict(), tmp_path / "model.pt")
 
 
+def test_safetensors_writes_no_file_of_deferred_tensors(tmp_path):
+    error = pytest.importorskip("safetensors").SafetensorError
+    from safetensors.torch import load_file, save_file
+
+    path = tmp_path / "model.safetensors"
+    model = deferred_init(nn.Linear, 2, 2)
+    with pytest.raises(error):
+        save_file(model.state_dict(), path)
+    assert not path.exists()
+    materialize_module(model)
+    save_file(model.state_dict(), path)
+    assert torch.equal(load_file(path)["bias"], model.bias)
+
+
 def test_a_materialized_model_can_be_deferred_and_made_again():
     torch.manual_seed(0)
     model = deferred_init(build)
