@@ -172,7 +172,7 @@ class Report:
                 over time, which needs matplotlib. A file that is there is replaced.
 
         Raises:
-            ValueError: Another ending.
+            ValueError: Another ending, or a picture of a report without steps.
             ImportError: A picture without matplotlib.
         """
         target = Path(path)

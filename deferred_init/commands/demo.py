@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any, Final
 
-from deferred_init.commands.arguments import positive
+from deferred_init.commands.arguments import positive, usable_device
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
 
@@ -31,10 +31,13 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     """Run the demo; its words appear while it runs, with JSON on standard error.
 
     Raises:
-        PlanError: transformers is not installed, or the device does not exist.
+        TargetError: The device does not exist.
+        PlanError: transformers is not installed.
     """
     from deferred_init.demo import DemoOptions, run_demo
 
+    if arguments.device is not None:
+        usable_device(arguments.device, must_exist=True)
     options = DemoOptions(
         device=arguments.device,
         seed=arguments.seed,

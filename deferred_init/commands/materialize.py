@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from deferred_init.commands.arguments import RECIPE, add_rng, add_target, usable_device
 from deferred_init.seed_checkpoint import FORMATS
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from deferred_init.report import Report
 
 __all__ = ["DESCRIPTION", "EXAMPLE", "add_options", "run"]
 
@@ -38,14 +43,14 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
 
     Raises:
         TargetError: The target, the device, the folder or the report's file cannot be
-            used.
+            used, or the report is to be a picture and nothing was made.
     """
     from deferred_init.api import materialize
     from deferred_init.report import usable_report_file
     from deferred_init.seed_checkpoint import save_seed_checkpoint, usable_folder
     from deferred_init.target import TargetError, build_deferred, built, load_target
 
-    device = usable_device(arguments.device)
+    device = usable_device(arguments.device, must_exist=True)
     try:
         folder = usable_folder(arguments.out)
         if arguments.report:
@@ -63,8 +68,19 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
         seed=arguments.seed,
         rng=arguments.rng,
     )
+    _check_picture(arguments.report, report, models[0])
     files = save_seed_checkpoint(models[0], folder, arguments.format)
     if arguments.report:
         report.save(arguments.report)
     said = f"{report}\nsaved {', '.join(files)} in {folder}"
     return report.ok, {**report.to_dict(), "files": list(files)}, said
+
+
+def _check_picture(path: str | None, report: Report, model: nn.Module) -> None:
+    from deferred_init.target import TargetError
+
+    if path and path.endswith(".png") and not report.steps:
+        raise TargetError(
+            f"--report {path}: {type(model).__name__} has no deferred tensor, so there "
+            "is no curve to draw; take .html, .json or .txt"
+        )

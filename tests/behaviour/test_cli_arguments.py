@@ -38,11 +38,23 @@ def test_a_device_that_is_none(
     assert not list(tmp_path.iterdir())
 
 
-def test_bench_needs_a_device_that_is_here(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [["bench", TARGET], ["materialize", TARGET, "--out", "seed"], ["demo"]],
+    ids=lambda line: line[0],
+)
+def test_what_makes_a_model_needs_a_device_that_is_here(
+    line: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
     missing = f"cuda:{torch.cuda.device_count()}"
-    assert main(["bench", TARGET, "--device", missing]) == 2
+    assert main([*line, "--device", missing]) == 2
     said = _only_line(capsys)
     assert said.startswith(f"deferred-init: --device {missing}: device '{missing}' was")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -78,6 +90,21 @@ def test_a_picture_without_matplotlib_is_refused_before_the_work(
     line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", "r.png"]
     assert main(line) == 2
     assert "a picture needs matplotlib, which is not installed" in _only_line(capsys)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_picture_of_nothing_is_refused_before_anything_is_saved(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("matplotlib", reason="pictures need matplotlib")
+    monkeypatch.chdir(tmp_path)
+    assert main(["materialize", TARGET, "--out", "seed", "--report", "r.png"]) == 2
+    assert _only_line(capsys) == (
+        "deferred-init: --report r.png: Identity has no deferred tensor, so there is "
+        "no curve to draw; take .html, .json or .txt"
+    )
     assert not list(tmp_path.iterdir())
 
 
