@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import deferred_init as di
+
 
 def on_meta(build: Callable[..., nn.Module], *args: Any) -> Any:
     with torch.device("meta"):
@@ -32,6 +34,23 @@ def assert_same(model: nn.Module, expected: nn.Module) -> None:
         assert made.requires_grad == value.requires_grad, name
         assert torch.equal(made, value), name
     assert _one_object(ours) == _one_object(theirs)
+
+
+def made_as_eager(
+    build: Callable[[], nn.Module], **options: Any
+) -> tuple[Any, di.Report]:
+    """Materialize a model on meta; assert that it and the generator are as in eager."""
+    torch.manual_seed(1)
+    expected = build()
+    state = torch.get_rng_state()
+    model = on_meta(build)
+    held = dict(tensors(model))
+    report = di.materialize(model, "cpu", seed=1, **options)
+    assert_same(model, expected)
+    assert torch.equal(torch.get_rng_state(), state)
+    made = dict(tensors(model))
+    assert all(made[name] is tensor for name, tensor in held.items())
+    return model, report
 
 
 def _one_object(named: dict[str, Tensor]) -> list[str]:

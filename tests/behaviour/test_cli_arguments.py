@@ -13,6 +13,13 @@ from deferred_init.cli import main
 TARGET = "torch.nn:Identity"
 
 
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty folder, which is the current one."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
 @pytest.mark.parametrize(
     "line",
     [["plan", TARGET], ["bench", TARGET], ["materialize", TARGET, "--out", "seed"]],
@@ -28,14 +35,12 @@ def test_a_device_that_is_none(
     line: list[str],
     device: str,
     expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     assert main([*line, "--device", device]) == 2
     assert _only_line(capsys).startswith(f"deferred-init: {expected}")
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -45,16 +50,14 @@ def test_a_device_that_is_none(
 )
 def test_what_makes_a_model_needs_a_device_that_is_here(
     line: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     missing = f"cuda:{torch.cuda.device_count()}"
     assert main([*line, "--device", missing]) == 2
     said = _only_line(capsys)
     assert said.startswith(f"deferred-init: --device {missing}: device '{missing}' was")
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -68,53 +71,45 @@ def test_what_makes_a_model_needs_a_device_that_is_here(
 def test_a_report_that_could_not_be_saved_is_refused_before_the_work(
     file: str,
     expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "there.txt").mkdir()
+    (folder / "there.txt").mkdir()
     line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", file]
     assert main(line) == 2
     assert _only_line(capsys).startswith(f"deferred-init: {expected}")
-    assert [found.name for found in tmp_path.iterdir()] == ["there.txt"]
+    assert [found.name for found in folder.iterdir()] == ["there.txt"]
 
 
 def test_a_picture_without_matplotlib_is_refused_before_the_work(
-    tmp_path: Path,
+    folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", "r.png"]
     assert main(line) == 2
     assert "a picture needs matplotlib, which is not installed" in _only_line(capsys)
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
 def test_a_picture_of_nothing_is_refused_before_anything_is_saved(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     pytest.importorskip("matplotlib", reason="pictures need matplotlib")
-    monkeypatch.chdir(tmp_path)
     assert main(["materialize", TARGET, "--out", "seed", "--report", "r.png"]) == 2
     assert _only_line(capsys) == (
         "deferred-init: --report r.png: Identity has no deferred tensor, so there is "
         "no curve to draw; take .html, .json or .txt"
     )
-    assert not list(tmp_path.iterdir())
+    assert not list(folder.iterdir())
 
 
-def test_a_report_may_lie_beside_the_weights_in_a_new_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_report_may_lie_beside_the_weights_in_a_new_folder(folder: Path) -> None:
     line = ["materialize", "torch.nn:PReLU", "--out", "seed", "--report", "seed/r.txt"]
     assert main(line) == 0
-    assert (tmp_path / "seed" / "r.txt").read_text()
+    assert (folder / "seed" / "r.txt").read_text()
 
 
 def _only_line(capsys: pytest.CaptureFixture[str]) -> str:

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from tests.behaviour.equal_models import assert_same, on_meta
+from tests.behaviour.equal_models import made_as_eager, on_meta
 
 
 class Block(nn.Module):
@@ -37,13 +37,7 @@ class NeverCalled(nn.Module):
 def test_a_composite_is_initialized_again_only_if_its_constructor_says_so(
     kind: type[nn.Module],
 ) -> None:
-    torch.manual_seed(1)
-    expected = kind()
-    state = torch.get_rng_state()
-    model = on_meta(kind)
-    di.materialize(model, "cpu", seed=1)
-    assert_same(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    made_as_eager(kind)
 
 
 def test_a_composite_leaves_loaded_tensors_of_its_children_alone() -> None:
@@ -73,11 +67,7 @@ class Listed(nn.Module):
 
 
 def test_an_owner_fills_its_parameter_lists_and_dicts() -> None:
-    torch.manual_seed(1)
-    expected = Listed()
-    model = on_meta(Listed)
-    di.materialize(model, "cpu", seed=1, verify="full")
-    assert_same(model, expected)
+    made_as_eager(Listed, verify="full")
 
 
 class Applies(nn.Module):
@@ -97,13 +87,7 @@ class Applies(nn.Module):
 
 
 def test_an_applied_init_function_is_run_as_the_constructor_did() -> None:
-    torch.manual_seed(1)
-    expected = Applies()
-    state = torch.get_rng_state()
-    model = on_meta(Applies)
-    report = di.materialize(model, "cpu", seed=1)
-    assert_same(model, expected)
-    assert torch.equal(torch.get_rng_state(), state)
+    _, report = made_as_eager(Applies)
     assert not any("Applies writes itself" in text for text in report.assumptions)
 
 
@@ -133,9 +117,5 @@ class Parent(nn.Module):
 
 
 def test_methods_kept_in_attributes_and_references_to_parents_do_no_harm() -> None:
-    torch.manual_seed(1)
-    expected = Parent()
-    model = on_meta(Parent)
-    di.materialize(model, "cpu", seed=1)
-    assert_same(model, expected)
+    model, _ = made_as_eager(Parent)
     assert model.keeper.held[0] is model.keeper.weight

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import deferred_init as di
-from tests.behaviour.equal_models import assert_same, on_meta
+from tests.behaviour.equal_models import made_as_eager, on_meta
 
 
 def _with_method(name: str) -> type[nn.Module]:
@@ -34,16 +34,7 @@ def _with_method(name: str) -> type[nn.Module]:
     "name", ["reset_parameters", "_reset_parameters", "init_weights", "_init_weights"]
 )
 def test_each_kind_of_init_method_is_run(name: str) -> None:
-    kind = _with_method(name)
-    torch.manual_seed(1)
-    expected = kind()
-    state = torch.get_rng_state()
-    model = on_meta(kind)
-    weight = model.weight
-    di.materialize(model, "cpu", seed=1, verify="full")
-    assert_same(model, expected)
-    assert model.weight is weight
-    assert torch.equal(torch.get_rng_state(), state)
+    made_as_eager(_with_method(name), verify="full")
 
 
 class Fused(nn.Module):
@@ -59,11 +50,7 @@ class Fused(nn.Module):
 
 
 def test_a_fused_weight_filled_slice_by_slice_is_made() -> None:
-    torch.manual_seed(1)
-    expected = Fused()
-    model = on_meta(Fused)
-    di.materialize(model, "cpu", seed=1, verify="full")
-    assert_same(model, expected)
+    made_as_eager(Fused, verify="full")
 
 
 class Schedule(nn.Module):

@@ -22,7 +22,20 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-__all__ = ["LAYOUTS", "Block", "Net", "Untied", "compare", "eager", "shard", "train"]
+import deferred_init as di
+
+__all__ = [
+    "LAYOUTS",
+    "Block",
+    "MetaNet",
+    "Net",
+    "Untied",
+    "compare",
+    "deferred",
+    "eager",
+    "shard",
+    "train",
+]
 
 LAYOUTS = {
     "fsdp": (2, 3, 4),
@@ -72,6 +85,17 @@ class Net(nn.Module):
         return self.head(x)
 
 
+class MetaNet(Net):
+    """Without the buffers, whose values a model on meta does not tell."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.device(DEVICE):
+            self.positions = torch.arange(3.0) / 3
+            for index, block in enumerate(self.blocks):
+                block.scale = torch.full((1,), 0.5 + index)
+
+
 class Untied(nn.Module):
     """FSDP1 wants ties inside one unit; this model has none."""
 
@@ -88,6 +112,14 @@ class Untied(nn.Module):
         for block in self.blocks:
             x = x + block(x)
         return self.head(x)
+
+
+def deferred(built: str, make: Callable[[], Any]) -> Any:
+    """Build on meta, or record; `built` says which."""
+    if built == "recorded":
+        return di.deferred_init(make)
+    with torch.device("meta"):
+        return make()
 
 
 def eager(make: Callable[[], Any], seed: int) -> Any:

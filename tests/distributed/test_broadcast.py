@@ -127,11 +127,12 @@ def test_models_of_different_shape_are_refused(ranks: Ranks) -> None:
         )
 
 
-def _lacking(rank: int) -> str:
+def _unlike(rank: int, sizes: tuple[int | None, int]) -> str:
+    """Hand over a model with a table of so many elements, or none, on each rank."""
     warnings.simplefilter("ignore")
     model: Any = nn.Linear(2, 2, device="meta" if rank else DEVICE)
-    if rank:
-        model.table = [torch.empty(3, device="meta")]
+    if (size := sizes[rank]) is not None:
+        model.table = [torch.empty(size, device="meta" if rank else DEVICE)]
     with pytest.raises(di.MaterializeError) as caught:
         di.materialize(model, DEVICE, broadcast_from=0)
     assert model.weight.is_meta == bool(rank)
@@ -139,8 +140,13 @@ def _lacking(rank: int) -> str:
 
 
 def test_a_source_that_lacks_a_tensor_stops_all_ranks(ranks: Ranks) -> None:
-    for text in ranks(2).run(_lacking):
+    for text in ranks(2).run(_unlike, (None, 3)):
         assert "rank 0 does not have `table[0]`, which is deferred on" in text
+
+
+def test_a_tensor_of_another_size_on_another_rank_is_refused(ranks: Ranks) -> None:
+    for text in ranks(2).run(_unlike, (3, 4)):
+        assert "`table[0]` has 12 bytes on rank 0, 16 bytes on rank 1" in text
 
 
 def test_a_broadcast_without_a_process_group_is_refused() -> None:

@@ -195,18 +195,3 @@ def _large_and_small(rank: int) -> None:
 
 def test_tensors_of_several_sizes_and_dtypes_travel_together(ranks: Ranks) -> None:
     ranks(2).run(_large_and_small)
-
-
-def _of_other_size(rank: int) -> str:
-    warnings.simplefilter("ignore")
-    model: Any = nn.Linear(2, 2, device="meta" if rank else DEVICE)
-    model.table = [torch.empty(3 + rank, device="meta" if rank else DEVICE)]
-    with pytest.raises(di.MaterializeError) as caught:
-        di.materialize(model, DEVICE, broadcast_from=0)
-    assert model.weight.is_meta == bool(rank)
-    return str(caught.value)
-
-
-def test_a_tensor_of_another_size_on_another_rank_is_refused(ranks: Ranks) -> None:
-    for text in ranks(2).run(_of_other_size):
-        assert "`table[0]` has 12 bytes on rank 0, 16 bytes on rank 1" in text

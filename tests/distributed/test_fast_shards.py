@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from backend import DEVICE, generator_states
-from models import LAYOUTS, Net, compare, shard
+from models import LAYOUTS, MetaNet, Net, compare, deferred, shard
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -44,32 +44,12 @@ def test_what_is_cut_in_two_dims_is_no_window() -> None:
     assert window_of((4, 4), region_of((4, 4), axes)) is None
 
 
-class MetaNet(Net):
-    """Without the buffers, whose values a model on meta does not tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device(DEVICE):
-            self.positions = torch.arange(3.0) / 3
-            for index, block in enumerate(self.blocks):
-                block.scale = torch.full((1,), 0.5 + index)
-
-
-def _on_meta(make: Callable[[], Any]) -> Any:
-    with torch.device("meta"):
-        return make()
-
-
-def _deferred(built: str, make: Callable[[], Any]) -> Any:
-    return di.deferred_init(make) if built == "recorded" else _on_meta(make)
-
-
 def _values(_rank: int, layout: str, built: str) -> None:
     warnings.simplefilter("ignore")
     make = Net if built == "recorded" else MetaNet
-    expected = _deferred(built, make)
+    expected = deferred(built, make)
     di.materialize(expected, DEVICE, seed=8, rng="fast")
-    model = _deferred(built, make)
+    model = deferred(built, make)
     shard(model, layout)
     state = generator_states()
     report = di.materialize(model, DEVICE, seed=8, rng="fast", verify="full")
@@ -88,7 +68,7 @@ def test_values_are_those_of_one_process(
 
 def _count_cut(rng: str, built: str) -> int:
     """Count the parameters that are cut out of a tensor of full size."""
-    model = _deferred(built, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
+    model = deferred(built, lambda: nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5)))
     fully_shard(model)
     cut = []
     part_of = DTensorAllocator.part_of
@@ -133,7 +113,7 @@ def _mixed() -> nn.Module:
 
 def _read_again(_rank: int, verify: str, built: str) -> None:
     warnings.simplefilter("ignore")
-    expected, model = _deferred(built, _mixed), _deferred(built, _mixed)
+    expected, model = deferred(built, _mixed), deferred(built, _mixed)
     di.materialize(expected, DEVICE, seed=3, rng="fast")
     for layer in model:
         fully_shard(layer)

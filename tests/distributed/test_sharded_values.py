@@ -5,12 +5,11 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
 
 import pytest
 import torch
 from backend import DEVICE, generator_states
-from models import LAYOUTS, Net, compare, shard, train
+from models import LAYOUTS, MetaNet, Net, compare, deferred, shard, train
 from rank_pool import RankPool
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -20,24 +19,6 @@ from deferred_init.distributed.attributes import attributes_kept
 
 Ranks = Callable[[int], RankPool]
 CASES = [(layout, world) for layout, worlds in LAYOUTS.items() for world in worlds]
-
-
-def _deferred(built: str, make: Callable[[], Any] = Net) -> Any:
-    if built == "recorded":
-        return di.deferred_init(make)
-    with torch.device("meta"):
-        return make()
-
-
-class MetaNet(Net):
-    """Without the buffers, whose values a model on meta does not tell."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        with torch.device(DEVICE):
-            self.positions = torch.arange(3.0) / 3
-            for index, block in enumerate(self.blocks):
-                block.scale = torch.full((1,), 0.5 + index)
 
 
 def _values(_rank: int, layout: str, built: str) -> None:
@@ -50,7 +31,7 @@ def _values(_rank: int, layout: str, built: str) -> None:
         # Eager construction without the draws for buffers that meta leaves out.
         expected = _eager_without_buffer_draws()
     state = generator_states()
-    model = _deferred(built, make)
+    model = deferred(built, make)
     shard(model, layout)
     held = dict(model.named_parameters())
     optimizer = torch.optim.AdamW([p for p in held.values() if p.requires_grad], lr=0.1)
@@ -120,7 +101,7 @@ def _composite(_rank: int) -> None:
     torch.manual_seed(3)
     expected = make()
     state = generator_states()
-    model = _deferred("meta", make)
+    model = deferred("meta", make)
     fully_shard(model)
     di.materialize(model, DEVICE, seed=3)
     compare(model, expected)
@@ -180,7 +161,7 @@ class Marked(nn.Module):
 
 def _marks(_rank: int, built: str, order: str) -> None:
     warnings.simplefilter("ignore")
-    model = Marked() if built == "real" else _deferred(built, Marked)
+    model = Marked() if built == "real" else deferred(built, Marked)
     model.first.weight.mine = ["kept"]
     model.first.bias.sequence_parallel = True
     model.second.bias.allreduce = False

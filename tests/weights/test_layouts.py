@@ -12,17 +12,7 @@ import deferred_init as di
 from deferred_init.handlers import checkpoint
 from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.sources import Fuse, Split, Stack, Transpose, Unstack
-
-
-def on_meta(build: Any) -> Any:
-    with torch.device("meta"):
-        return build()
-
-
-def assert_holds(model: nn.Module, state: dict[str, Tensor]) -> None:
-    loaded = model.state_dict()
-    assert loaded.keys() == state.keys()
-    assert [key for key in state if not torch.equal(loaded[key], state[key])] == []
+from tests.weights.small_models import assert_holds, on_meta
 
 
 class Attention(nn.Module):

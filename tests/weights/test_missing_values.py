@@ -6,22 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
-
-
-def stack(num_layers: int = 4, width: int = 4) -> nn.Sequential:
-    return nn.Sequential(*(nn.Linear(width, width) for _ in range(num_layers)))
-
-
-def on_meta(build: Any) -> Any:
-    with torch.device("meta"):
-        return build()
-
-
-def everything(model: nn.Module) -> dict[str, Tensor]:
-    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+from tests.weights.small_models import everything, on_meta, stack
 
 
 class Mixed(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import pytest
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor, nn
 
 import deferred_init as di
 from deferred_init.sources import Stack
+from tests.weights.small_models import assert_holds, on_meta
 
 
 class Net(nn.Module):
@@ -32,19 +32,8 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
 
-def on_meta(build: Any) -> Any:
-    with torch.device("meta"):
-        return build()
-
-
 def prefixed(state: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
     return {prefix + key: value for key, value in state.items()}
-
-
-def assert_holds(model: nn.Module, state: dict[str, Tensor]) -> None:
-    loaded = model.state_dict()
-    assert loaded.keys() == state.keys()
-    assert [key for key in state if not torch.equal(loaded[key], state[key])] == []
 
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "module._orig_mod."])
