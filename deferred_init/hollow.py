@@ -19,7 +19,15 @@ __all__ = ["hollow"]
 
 def hollow(tensor: Tensor) -> Tensor:
     """Return a hollow tensor; over the same meta storage if there is one."""
-    if tensor.is_meta and not hasattr(tensor, "device_mesh"):
+    if hasattr(type(tensor), "__records_operations__"):
+        # Its own class would record what init code is only tried with.
+        data = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
+            tensor.untyped_storage(),
+            tensor.storage_offset(),
+            tensor.size(),
+            tensor.stride(),
+        )
+    elif tensor.is_meta and not hasattr(tensor, "device_mesh"):
         data = tensor.detach()
     else:
         data = torch.empty_strided(

@@ -225,7 +225,8 @@ class _Claims:
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
         writes = bool(claim.slots or claim.rewrites)
-        claim = self._normalize(claim)
+        last = initializer is self._weights or initializer in last_initializers()
+        claim = self._normalize(claim, last=last)
         if writes and not (claim.slots or claim.rewrites):
             return  # all of it is loaded
         self.problems.extend(claim.problems)
@@ -236,8 +237,8 @@ class _Claims:
         if not claim.problems:
             self.found.append((site, initializer, claim))
 
-    def _normalize(self, claim: Claim) -> Claim:
-        """Turn claims of what others make already into rewrites."""
+    def _normalize(self, claim: Claim, *, last: bool) -> Claim:
+        """Turn claims of what others make already, if not settled, into rewrites."""
         made = {id(slot.tensor) for slot in claim.slots}
         alone = len(made) == len(claim.slots) and made.isdisjoint(self.claimed)
         if alone and not claim.rewrites:
@@ -250,7 +251,7 @@ class _Claims:
         for slot in claim.rewrites:
             if id(slot.tensor) not in fresh:
                 again.setdefault(id(slot.tensor), slot)
-        for key in self._reserved:
+        for key in self._reserved if last else self._reserved | self._settled:
             again.pop(key, None)
         return replace(
             claim, slots=tuple(fresh.values()), rewrites=tuple(again.values())

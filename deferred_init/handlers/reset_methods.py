@@ -36,6 +36,7 @@ from deferred_init.handlers.protocol import (
     Request,
     Step,
     Workspace,
+    left_to_others,
 )
 from deferred_init.handlers.registry import add_initializer, initializers_for
 from deferred_init.reparametrized import is_reparametrized
@@ -59,6 +60,8 @@ class ResetMethods:
     def __init__(self) -> None:
         self._real: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
         self._real = WeakKeyDictionary()
+        self._below: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
+        self._below = WeakKeyDictionary()
         self._known: dict[Hashable, Names] = {}
 
     def claim(
@@ -80,6 +83,11 @@ class ResetMethods:
         if not writes.filled and not writes.touched:
             return _only_hints(module)
         self._real.pop(module, None)
+        self._below.pop(module, None)
+        if below := [
+            s for s in writes.filled + writes.touched if s.owner is not module
+        ]:
+            self._below[module] = tuple(below)
         if real := tuple(s for s in writes.real if s.owner is not module):
             self._real[module] = real
         return Claim(
@@ -107,7 +115,8 @@ class ResetMethods:
         if not step.claim.slots and not step.claim.rewrites:
             return
         calls, _ = _calls(module)
-        aside = self._real.get(module)
+        settled = left_to_others(step.claim, self._below.get(module, ()))
+        aside = [*self._real.get(module, ()), *settled]
         with set_aside(aside) if aside else nullcontext(), workspace.filling(step):
             _run_all(module, calls)
 
