@@ -17,6 +17,7 @@ import argparse
 import hashlib
 import os
 import tempfile
+import time
 from dataclasses import dataclass
 from typing import Any
 
@@ -245,6 +246,10 @@ def main() -> None:
     dcp.load({"model": weights, "optim": moments}, checkpoint_id=folder[0])
     set_state_dict(again, other, model_state_dict=weights, optim_state_dict=moments)
     _say(f"loaded as it was saved: {checksum(again) == checksum(model)}")
+    # gloo's threads let go of the last tensors a moment after the collective: Python
+    # must not be ending by then, or torch aborts.
+    dist.barrier()
+    time.sleep(0.1)
     dist.destroy_process_group()
 
 

@@ -137,6 +137,10 @@ def _make(build: Build, layers: str, arguments: argparse.Namespace) -> int:
         if arguments.save is not None:
             print(f"seed checkpoint: {arguments.save}, for any number of ranks")
     if dist.is_initialized():
+        # gloo's threads let go of the last tensors a moment after the collective:
+        # Python must not be ending by then, or torch aborts.
+        dist.barrier()
+        time.sleep(0.1)
         dist.destroy_process_group()
     return 0
 

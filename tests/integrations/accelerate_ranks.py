@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import tempfile
+import time
 from typing import Any
 
 import torch
@@ -257,6 +258,8 @@ def main() -> None:
             sys.stdout.write(json.dumps(result) + "\n")
             sys.stdout.flush()
         gc.collect()  # a DDP left in a cycle may hang at exit, after its process group
+    dist.barrier()
+    time.sleep(0.1)  # as at the end of examples/trainer_torchrun.py
     dist.destroy_process_group()
 
 
