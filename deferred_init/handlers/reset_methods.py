@@ -184,7 +184,7 @@ def _assumptions(
             "though it does not call it"
         )
     for name in calls:
-        if _has_options(module, name) and calls_with_arguments(type(module), name):
+        if calls_with_arguments(type(module), name) and _has_options(module, name):
             yield (
                 f"the constructor of {kind} calls `{name}` with arguments; here it is "
                 "called without, and where they change values, build the model inside "
