@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from deferred_init.constructor_code import made_before, passed_in, stored_twice
 from deferred_init.constructor_names import init_methods
@@ -12,13 +13,23 @@ from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Step
 from deferred_init.slots import Inventory, ModuleSite
 
-__all__ = ["constructor_assumptions", "list_assumptions", "order_assumptions"]
+__all__ = ["order_assumptions", "tree_assumptions"]
 
 _RECORD = "; where not, build the model inside `deferred_init(...)`"
+_DRAWING = (nn.Linear, nn.Bilinear, _ConvNd, nn.Embedding, nn.EmbeddingBag, nn.RNNBase)
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
-def list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+def tree_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+    """Say where the tree may mislead about what constructors did, and when."""
+    return (
+        *_list_assumptions(steps, inventory),
+        *_constructor_assumptions(steps, inventory),
+        *_real_assumptions(steps, inventory),
+    )
+
+
+def _list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
     """Name classes with several lists of modules, which one loop may have filled.
 
     A block that appends to plain lists in turn, and registers them as a `ModuleList`
@@ -42,7 +53,7 @@ def list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
     )
 
 
-def constructor_assumptions(
+def _constructor_assumptions(
     steps: Sequence[Step], inventory: Inventory
 ) -> tuple[str, ...]:
     """Name classes whose constructors did not make the children one after the other."""
@@ -57,6 +68,30 @@ def constructor_assumptions(
             held = [name for name, _ in site.module.named_children()]
             found.update(dict.fromkeys(_order_in(kind, children, held)))
     return tuple(found)
+
+
+def _real_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+    """Name modules that are real already and stand before others that draw numbers."""
+    drawn = _drawn(steps)
+    before: list[str] = []
+    waiting: list[str] = []
+    for site in inventory.sites():
+        if id(site) in drawn and isinstance(site.module, _DRAWING):
+            before += waiting
+            waiting = []
+        elif isinstance(site.module, _DRAWING) and _is_real(site):
+            waiting.append(site.fqn)
+    if not before:
+        return ()
+    return (
+        f"{listing(before)}, with memory already, drew no random numbers; where eager "
+        "construction drew them before what comes after, load them with `weights=` "
+        "instead, or build the model inside `deferred_init(...)`",
+    )
+
+
+def _is_real(site: ModuleSite) -> bool:
+    return bool(site.slots) and not any(slot.deferred for slot in site.slots)
 
 
 def _order_in(

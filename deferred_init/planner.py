@@ -23,11 +23,7 @@ from deferred_init.handlers.registry import (
     initializers_for,
     last_initializers,
 )
-from deferred_init.order_assumptions import (
-    constructor_assumptions,
-    list_assumptions,
-    order_assumptions,
-)
+from deferred_init.order_assumptions import order_assumptions, tree_assumptions
 from deferred_init.ordering import ordered_steps
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
@@ -91,8 +87,7 @@ def make_plan(
         assumptions=(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
-            *list_assumptions(steps, inventory),
-            *constructor_assumptions(steps, inventory),
+            *tree_assumptions(steps, inventory),
             *value_assumptions(steps),
         ),
         final_bytes=final_bytes,

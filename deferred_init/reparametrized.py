@@ -22,7 +22,9 @@ _TABLE = "parametrizations"
 def is_parametrized(module: nn.Module) -> bool:
     """What torch's function says, for modules with any `__getattr__` too."""
     held = vars(module)
-    table = held.get(_TABLE) or held["_modules"].get(_TABLE)
+    table, children = held.get(_TABLE), held.get("_modules")
+    if not table and isinstance(children, dict):  # those of a script are none
+        table = children.get(_TABLE)
     return isinstance(table, nn.ModuleDict) and len(table) > 0
 
 

@@ -80,6 +80,8 @@ class ModuleSnapshot:
             return
         self._known.add(id(module))
         attributes = vars(module)
+        if not isinstance(attributes.get("_parameters"), dict):
+            return  # a script keeps its own outside of Python, and is never written
         tables = [attributes[name].copy() for name in self._TABLES]
         self._saved.append((module, attributes.copy(), tables))
 

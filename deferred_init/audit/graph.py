@@ -175,7 +175,8 @@ class _Walk:
             fqn, module, scope = found
             prefix = f"{fqn}." if fqn else ""
             for kind, table in _REGISTERED:
-                for name, tensor in vars(module)[table].items():
+                tensors = vars(module).get(table) or getattr(module, table)
+                for name, tensor in tensors.items():  # a traced module hides its own
                     if tensor is not None:
                         self._tensor(tensor, kind, module, prefix, name, scope)
             if rest and barren:

@@ -97,7 +97,10 @@ def rnn_weights(scene: Scene) -> Iterator[Finding]:
 def parametrizations(scene: Scene) -> Iterator[Finding]:
     """Find parametrized tensors that exist a second time, or lack their original."""
     for found in scene.graph.modules:
-        table = found.module._modules.get("parametrizations")
+        children: object = found.module._modules
+        if not isinstance(children, dict):  # a script's, which has no parametrizations
+            continue
+        table = children.get("parametrizations")
         if not isinstance(table, nn.ModuleDict):
             continue
         for name, chain in table.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -157,3 +158,35 @@ def test_a_constructor_that_the_tree_shows_is_not_named(
 ) -> None:
     assert di.plan(_on_meta(build), "cpu").assumptions == ()
     assert _equals_eager(build)
+
+
+def _three() -> nn.Sequential:
+    return nn.Sequential(*(nn.Linear(3, 3) for _ in range(3)))
+
+
+def test_a_real_module_before_others_that_draw_is_named() -> None:
+    torch.manual_seed(0)
+    eager = _three()
+    model: Any = _on_meta(_three)
+    model[1] = nn.Linear(3, 3)
+    report = di.materialize(model, "cpu", seed=0)
+    assert not torch.equal(model[2].weight, eager[2].weight)
+    (text,) = report.assumptions
+    assert text.startswith("`1`, with memory already, drew no random numbers")
+
+    model = _on_meta(_three)
+    loaded = {
+        f"1.{name}": torch.ones(s) for name, s in (("weight", (3, 3)), ("bias", 3))
+    }
+    report = di.materialize(model, "cpu", seed=0, weights=loaded, missing="any")
+    assert report.assumptions == ()
+    assert torch.equal(model[2].weight, eager[2].weight)
+
+
+def test_a_real_module_after_all_others_is_not_named() -> None:
+    model: Any = _on_meta(_three)
+    model[2] = nn.Linear(3, 3)
+    assert di.plan(model, "cpu").assumptions == ()
+    recorded: Any = di.deferred_init(_three)
+    recorded[1] = nn.Linear(3, 3)
+    assert di.plan(recorded, "cpu").assumptions == ()
