@@ -44,6 +44,7 @@ class RecordedInitializer:
             source="recording",
             order=max(last_use(known_value(slot)) for slot in slots),
             problems=_seed_problems(site, slots, request),
+            assumptions=_start_assumptions(slots, request),
             settled=True,
         )
 
@@ -102,6 +103,21 @@ def _seed_problems(
         "that looked at random values (`.item()`, `if`), which another seed would "
         f"have made different: call torch.manual_seed({request.seed}) before "
         "`deferred_init(...)` and pass no seed",
+    )
+
+
+def _start_assumptions(slots: Sequence[Slot], request: Request) -> tuple[str, ...]:
+    """Say that the numbers may be those of the model that was recorded before."""
+    values = [value for slot in slots if (value := recorded_value(slot)) is not None]
+    if request.seed is not None or request.rng != "eager":
+        return ()
+    if not any(value.recording.began_as_another for value in values):
+        return ()
+    return (
+        "the generators were seeded again since the model was recorded that was "
+        "recorded before this one: both begin with the same numbers. Where they were "
+        "not, materialize the first before the second is recorded, or pass both in one "
+        "call with `seed=`",
     )
 
 

@@ -19,6 +19,7 @@ from deferred_init.record.patches import Patches, active
 from deferred_init.record.paused import index_of
 from deferred_init.record.places import remember_places
 from deferred_init.record.problems import RecordError
+from deferred_init.record.starts import began_there, remember_start
 from deferred_init.record.tensor import DeferredTensor, value_of
 from deferred_init.record.watch import GeneratorWatch
 
@@ -98,6 +99,7 @@ def _record(
 ) -> T:
     """Run a constructor and record it."""
     recording = Recording(device)
+    recording.began_as_another = began_there(recording)
     if torch.cuda.is_initialized():
         for index, generator in enumerate(torch.cuda.default_generators):
             recording.cuda_starts[index] = generator.get_state()
@@ -113,6 +115,7 @@ def _record(
         _restore_cuda(recording, seeds_queued)
         recording.watch = None
         recording.borrowed.clear()
+    remember_start(recording)
     recording.set_result(result)
     recording.external.clear()
     remember_places(recording, result)

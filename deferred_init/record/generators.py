@@ -10,6 +10,7 @@ from torch import Tensor
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Reseed, Stream
 from deferred_init.record.paused import index_of
+from deferred_init.record.starts import forget_start
 from deferred_init.record.watch import identity
 
 __all__ = ["Generators", "default_generator", "seeded_state"]
@@ -35,6 +36,7 @@ class Generators:
     """
 
     def __init__(self, recording: Recording, device: torch.device) -> None:
+        forget_start()
         self._recording = recording
         self._device = device
         self._private: dict[Stream, torch.Generator] = {}

@@ -40,6 +40,8 @@ class Recording:
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         borrowed: Storages of real tensors over memory that is not torch's.
+        began_as_another: Whether a recording that is not replayed yet began with the
+            same state of the CPU's default generator.
         looked_at_random: Whether the constructor saw a value that it had drawn, so
             that what it did is right for the recorded generator state alone.
     """
@@ -53,6 +55,7 @@ class Recording:
         self.cpu_start: Tensor = torch.default_generator.get_state()
         self.cuda_starts: dict[int | None, Tensor] = {}
         self.cpu_seen: Tensor = self.cpu_start
+        self.began_as_another = False
         self._result: Any = None
         self.timelines: dict[Any, Any] = {}
         self.streams: dict[Any, Stream] = {}
