@@ -16,6 +16,8 @@ import pytest
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
+from te_capabilities import CAPABILITIES, has
+
 # Read by TE whenever a grouped layer is built.
 os.environ.setdefault("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
 
@@ -38,12 +40,23 @@ def pytest_configure(config: pytest.Config) -> None:
     # Transformer Engine warns of its own deprecations and experiments.
     config.addinivalue_line("filterwarnings", "ignore::Warning:transformer_engine")
     config.addinivalue_line("filterwarnings", "ignore:.*GroupedLinear.*:UserWarning")
+    config.addinivalue_line(
+        "markers", "te_needs(*names): needs what te_capabilities.py calls so"
+    )
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
     for item in items:
-        if _te is None and item.path.parent == Path(__file__).parent:
+        if item.path.parent != Path(__file__).parent:
+            continue
+        if _te is None:
             item.add_marker(pytest.mark.skip(reason=_WHY))
+            continue
+        for mark in item.iter_markers("te_needs"):
+            for name in mark.args:
+                if not has(name):
+                    reason = CAPABILITIES[name].reason
+                    item.add_marker(pytest.mark.skip(reason=f"{name}: {reason}"))
 
 
 @pytest.fixture

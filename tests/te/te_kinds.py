@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import pytest
+from te_capabilities import te_needs
 from torch import nn
 
-__all__ = ["MODULES"]
+__all__ = ["MODULES", "kinds"]
 
 MODULES: dict[str, Callable[[Any], nn.Module]] = {
     "Linear": lambda te: te.Linear(8, 8),
@@ -30,3 +32,12 @@ MODULES: dict[str, Callable[[Any], nn.Module]] = {
     "ops.Linear": lambda te: te.ops.Linear(8, 8),
     "ops.GroupedLinear": lambda te: te.ops.GroupedLinear(2, 8, 8),
 }
+
+
+def kinds() -> list[Any]:
+    """Return the names as cases of a test; releases may lack the last."""
+    needs = te_needs("ops.GroupedLinear")
+    return [
+        pytest.param(kind, marks=needs if kind == "ops.GroupedLinear" else ())
+        for kind in MODULES
+    ]

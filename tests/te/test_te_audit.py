@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from torch import Tensor, nn
 
 import deferred_init as di
@@ -16,6 +17,7 @@ from deferred_init.te.on_meta import on_meta, te_on_meta
 
 pytestmark = pytest.mark.te
 SIZE = 32
+on_a_cpu = te_needs("quantized tensors on a CPU")
 
 
 def _bytes(*shape: int) -> Tensor:
@@ -116,6 +118,7 @@ def _codes(model: nn.Module, verify: Any = "full") -> set[str]:
     return {finding.code for finding in di.audit(model, verify=verify).findings}
 
 
+@on_a_cpu
 @pytest.mark.parametrize("kind", ["block", "mxfp8", "nvfp4"])
 @pytest.mark.parametrize("owner", ["module", "op"])
 def test_a_weight_without_column_wise_data_is_found(
@@ -130,10 +133,12 @@ def test_a_weight_without_column_wise_data_is_found(
     assert _codes(model, True) == set()
 
 
+@on_a_cpu
 def test_a_weight_that_can_make_column_wise_data_itself_is_no_finding(te: Any) -> None:
     assert _codes(_holding(te, "current", None)) == set()
 
 
+@on_a_cpu
 @pytest.mark.parametrize("kind", KINDS)
 def test_column_wise_data_of_zeros_only_are_found(te: Any, kind: str) -> None:
     width = SIZE // 2 if kind == "nvfp4" else SIZE
@@ -141,6 +146,7 @@ def test_column_wise_data_of_zeros_only_are_found(te: Any, kind: str) -> None:
     assert _codes(_holding(te, kind, zeros)) == {"te-columnwise-stale"}
 
 
+@on_a_cpu
 @pytest.mark.parametrize("kind", ["current", "block"])
 def test_column_wise_data_of_other_values_are_found(te: Any, kind: str) -> None:
     right = _bytes(SIZE, SIZE).mT.contiguous()
@@ -150,12 +156,14 @@ def test_column_wise_data_of_other_values_are_found(te: Any, kind: str) -> None:
     assert _codes(_holding(te, kind, stale)) == {"te-columnwise-stale"}
 
 
+@on_a_cpu
 def test_a_transpose_that_is_marked_invalid_is_no_finding(te: Any) -> None:
     model = _holding(te, "current", torch.zeros(SIZE, SIZE, dtype=torch.uint8))
     model.weight._transpose_invalid = True
     assert _codes(model) == set()
 
 
+@on_a_cpu
 @pytest.mark.parametrize("owner", ["Linear", "ops.BasicLinear", "GroupedLinear"])
 def test_a_quantizer_of_another_recipe_than_asked_is_found(te: Any, owner: str) -> None:
     from transformer_engine.common.recipe import Float8CurrentScaling
@@ -180,6 +188,7 @@ def test_a_quantizer_of_another_recipe_than_asked_is_found(te: Any, owner: str) 
     ]
 
 
+@on_a_cpu
 @pytest.mark.parametrize("field", ["dtype", "block_scaling_dim"])
 def test_a_quantizer_of_the_same_class_in_another_format_is_found(
     te: Any, field: str

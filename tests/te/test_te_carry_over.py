@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from te_kinds import MODULES
+from te_capabilities import te_needs
+from te_kinds import MODULES, kinds
 from torch import Tensor, nn
 
 import deferred_init as di
@@ -24,7 +25,7 @@ def _deferred(te: Any, kind: str) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", kinds())
 def test_every_parameter_keeps_what_it_carried(te: Any, kind: str) -> None:
     model = _deferred(te, kind)
     params = dict(model.named_parameters())
@@ -53,7 +54,7 @@ def test_every_parameter_keeps_what_it_carried(te: Any, kind: str) -> None:
     assert all(bool((params[name].grad == 2).all()) for name in trained)
 
 
-@pytest.mark.parametrize("kind", MODULES)
+@pytest.mark.parametrize("kind", kinds())
 def test_what_has_memory_is_never_made_again(
     te: Any, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +105,7 @@ def _is_marked(param: Any) -> bool:
     return bool(getattr(param, "skip_backward_post_hook", False))
 
 
+@te_needs("records of registered parameters")
 def test_dtypes_are_kept_per_parameter(te: Any) -> None:
     model = te.LayerNormLinear(8, 8, device="meta", params_dtype=torch.bfloat16)
     norm = nn.Parameter(model.layer_norm_weight.detach().float())
@@ -125,6 +127,7 @@ def test_the_placeholder_of_a_missing_bias_gets_memory_too(te: Any) -> None:
     assert (model.bias.device.type, model.bias.numel()) == ("cpu", 0)
 
 
+@te_needs("workspace of products")
 def test_the_workspace_of_products_is_asked_for_once_the_weight_has_memory(
     te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from te_kinds import MODULES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -19,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deferred_init as di
 from deferred_init.te.on_meta import on_meta
 
-pytestmark = pytest.mark.te
+pytestmark = [pytest.mark.te, te_needs("fake CUDA tensors")]
 KINDS = [
     kind
     for kind in MODULES

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from te_capabilities import te_needs
 from torch import nn
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
 
@@ -26,6 +27,7 @@ from deferred_init.sources.pieces import along, whole
 
 pytestmark = [
     pytest.mark.te,
+    te_needs("quantized tensors on a CPU"),
     pytest.mark.filterwarnings("ignore::Warning:torch.distributed"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
 ]

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from torch import Tensor, nn
 
 import deferred_init as di
@@ -102,6 +103,7 @@ def test_gate_and_up_projections_are_joined_into_fc1(te: Any) -> None:
     assert torch.equal(model.fc1_weight, torch.cat([gate, up]))
 
 
+@te_needs("ops.GroupedLinear")
 def test_experts_stored_in_one_tensor_fill_a_grouped_layer(te: Any) -> None:
     model = te.ops.GroupedLinear(3, 8, 16, bias=False, device="meta")
     experts = torch.randn(3, 16, 8)
@@ -121,6 +123,7 @@ def test_experts_stored_in_one_tensor_fill_a_grouped_layer(te: Any) -> None:
         assert torch.equal(getattr(model, f"weight{index}"), experts[index])
 
 
+@te_needs("joined weights")
 @pytest.mark.parametrize("kind", ["module", "op"])
 def test_what_becomes_part_of_one_parameter_is_refused_in_the_plan(
     te: Any, kind: str
@@ -143,6 +146,7 @@ def test_what_becomes_part_of_one_parameter_is_refused_in_the_plan(
         assert torch.equal(model.get_parameter(name), values)
 
 
+@te_needs("joined weights")
 def test_joined_parameters_take_their_weights_after_materialize(te: Any) -> None:
     model = te.GroupedLinear(2, 16, 16, device="meta", single_grouped_weight=True)
     weights = stored(model)

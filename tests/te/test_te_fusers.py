@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from torch import nn
 
 import deferred_init as di
@@ -57,6 +58,7 @@ class _Slotted:
         self.fuser = fuser
 
 
+@te_needs("ops.GroupedLinear")
 @pytest.mark.parametrize(
     "where",
     [

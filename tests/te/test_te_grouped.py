@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from torch import Tensor, nn
 
 import deferred_init as di
@@ -30,7 +31,9 @@ def _memory(model: nn.Module) -> list[tuple[str, int, int, int]]:
     return found
 
 
-@pytest.mark.parametrize("kind", ["module", "op"])
+@pytest.mark.parametrize(
+    "kind", ["module", pytest.param("op", marks=te_needs("ops.GroupedLinear"))]
+)
 def test_experts_lie_in_memory_as_in_eager(te: Any, kind: str) -> None:
     """The op's kernels expect all of them in one block."""
     model = _make(te, kind, "meta")
@@ -41,6 +44,7 @@ def test_experts_lie_in_memory_as_in_eager(te: Any, kind: str) -> None:
     )
 
 
+@te_needs("joined weights")
 @pytest.mark.parametrize("joined", ["weight", "bias", "both"])
 @pytest.mark.parametrize("kind", ["module", "op"])
 def test_keys_of_the_state_dict_follow_and_a_second_call_changes_nothing(
@@ -68,6 +72,7 @@ def _plain(param: Any) -> Tensor:
     return data
 
 
+@te_needs("joined weights")
 @pytest.mark.parametrize("kind", ["module", "op"])
 def test_joined_parameters_are_frozen_if_all_of_their_parts_were(
     te: Any, kind: str
@@ -80,6 +85,7 @@ def test_joined_parameters_are_frozen_if_all_of_their_parts_were(
     assert model.bias0.requires_grad
 
 
+@te_needs("joined weights")
 @pytest.mark.parametrize("kind", ["module", "op"])
 def test_joined_parameters_of_which_some_are_frozen_are_refused(
     te: Any, kind: str
@@ -94,6 +100,7 @@ def test_joined_parameters_of_which_some_are_frozen_are_refused(
         di.plan(nn.Sequential(model), "cpu")
 
 
+@te_needs("ops.GroupedLinear")
 def test_an_op_with_frozen_weights_and_trainable_biases_is_as_te_refuses_it(
     te: Any,
 ) -> None:
@@ -109,6 +116,7 @@ def test_an_op_with_frozen_weights_and_trainable_biases_is_as_te_refuses_it(
             each.pre_first_fuser_forward()
 
 
+@te_needs("ops.GroupedLinear")
 def test_an_op_with_joined_weights_refuses_delayed_scaling_in_the_plan(te: Any) -> None:
     model = _make(te, "op", "meta", single_grouped_weight=True)
     with pytest.raises(di.PlanError, match="does not do with delayed scaling"):
@@ -116,6 +124,7 @@ def test_an_op_with_joined_weights_refuses_delayed_scaling_in_the_plan(te: Any) 
     assert di.plan(model, "cuda", "bf16", gpu="h200").steps
 
 
+@te_needs("joined weights")
 def test_a_module_with_joined_weights_keeps_them_apart_for_delayed_scaling(
     te: Any,
 ) -> None:
@@ -128,6 +137,7 @@ def test_a_module_with_joined_weights_keeps_them_apart_for_delayed_scaling(
     assert {"weight0", "weight1"} <= {each.fqn for each in stored}
 
 
+@te_needs("ops.GroupedLinear")
 @pytest.mark.parametrize("joined", [False, True])
 def test_an_op_that_delays_weight_gradients_is_marked_as_in_eager(
     te: Any, joined: bool

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import has, te_needs
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
@@ -27,11 +28,13 @@ class _CudaToCpu(TorchFunctionMode):
 
 
 def _model(te: Any) -> nn.Module:
-    return nn.Sequential(
-        te.Linear(8, 8, device="meta"),
-        te.ops.Linear(8, 8, device="meta"),
-        te.ops.GroupedLinear(2, 8, 8, device="meta", single_grouped_weight=True),
+    model = nn.Sequential(
+        te.Linear(8, 8, device="meta"), te.ops.Linear(8, 8, device="meta")
     )
+    if has("ops.GroupedLinear"):
+        joined = {"single_grouped_weight": True}
+        model.append(te.ops.GroupedLinear(2, 8, 8, device="meta", **joined))
+    return model
 
 
 @pytest.mark.parametrize("name", ["FusedAdam", "FusedSGD"])
@@ -62,6 +65,7 @@ def test_a_learning_rate_that_the_constructor_sent_to_meta_gets_its_value_back(
     assert any("FusedAdam's 'lr', of its defaults" in text for text in report.notes)
 
 
+@te_needs("ops.GroupedLinear")
 def test_without_being_told_of_it_the_audit_finds_what_it_holds(te: Any) -> None:
     model = _model(te)
     with _CudaToCpu():

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 
 import deferred_init as di
 from deferred_init.cli import main
@@ -39,6 +40,7 @@ def _quantizer(kind: str, columnwise: bool) -> Any:
     return made
 
 
+@te_needs("inner_tensor_specs")
 @pytest.mark.parametrize("capability", [(9, 0), (10, 0)])
 @pytest.mark.parametrize("columnwise", [True, False])
 @pytest.mark.parametrize("kind", ["current", "block1", "block2", "mxfp8", "nvfp4"])

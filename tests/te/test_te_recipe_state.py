@@ -6,12 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 
 import deferred_init as di
 
 pytestmark = pytest.mark.te
 
 
+@te_needs("current scaling without memory")
 def test_recipe_state_of_the_same_class_with_other_settings_is_built_anew(
     te: Any,
 ) -> None:
@@ -73,10 +75,11 @@ def test_scales_on_another_device_than_the_one_asked_for_are_noticed(te: Any) ->
 
 def test_a_model_of_a_custom_recipe_is_planned_with_its_own_quantizers(te: Any) -> None:
     from transformer_engine.common.recipe import CustomRecipe
+    from transformer_engine_torch import DType
 
     def quantizer(role: Any) -> Any:
         cpu = torch.device("cpu")
-        return te.Float8CurrentScalingQuantizer(te.DType.kFloat8E4M3, cpu)
+        return te.Float8CurrentScalingQuantizer(DType.kFloat8E4M3, cpu)
 
     with di.on_meta(), te.quantized_model_init(recipe=CustomRecipe(qfactory=quantizer)):
         model = torch.nn.Sequential(te.Linear(32, 32), te.ops.BasicLinear(32, 32))

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from te_capabilities import te_needs
 from torch import nn
 
 import deferred_init as di
@@ -116,6 +117,7 @@ def _op_classes(te: Any) -> list[Any]:
     return found
 
 
+@te_needs("ops built without recipe state")
 def test_ops_without_recipe_state_are_made_in_high_precision_and_refused_in_fp8(
     te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,7 +147,7 @@ def test_a_fuser_without_some_of_its_lists_is_put_right(
     )
     fuser = te.ops.fuser.OperationFuser(list(ops))
     for name in lists:
-        delattr(fuser, name)
+        vars(fuser).pop(name, None)  # an older release may lack it already
     fuser._basic_op_num_params = [7, 7]
     assert di.materialize(ops, "cpu", seed=0, holders=[fuser]).ok
     assert not any(hasattr(fuser, name) for name in lists)
@@ -173,7 +175,7 @@ def test_a_sequential_without_a_cache_of_groups_is_made(
 def test_a_release_without_grouped_ops_is_served(
     te: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.delattr(te.ops, "GroupedLinear")
+    monkeypatch.delattr(te.ops, "GroupedLinear", raising=False)
     load_handlers()
     found = probe.capabilities()
     assert (found.grouped_op, found.grouped_tensor) == (False, False)
@@ -234,7 +236,7 @@ def test_lists_of_delayed_scaling_are_read_in_either_place(
     model = _make(te, "cpu")
     manager = probe.fp8_state_manager()
     history = torch.zeros(4)
-    monkeypatch.delattr(manager, "quantization_state")
+    monkeypatch.delattr(manager, "quantization_state", raising=False)
     monkeypatch.setattr(
         manager, "global_amax_buffer", {"forward_1": [history, history]}, raising=False
     )

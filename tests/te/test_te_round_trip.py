@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from te_capabilities import has
 from torch import nn
 
 import deferred_init as di
@@ -32,10 +33,14 @@ def _alone() -> Iterator[None]:
 
 
 def _build(te: Any) -> nn.Module:
+    grouped = has("ops.GroupedLinear")
     with on_meta():
         return nn.Sequential(
             te.LayerNormMLP(8, 16),
-            te.ops.Sequential(te.ops.Linear(8, 8), te.ops.GroupedLinear(2, 8, 8)),
+            te.ops.Sequential(
+                te.ops.Linear(8, 8),
+                *((te.ops.GroupedLinear(2, 8, 8),) if grouped else ()),
+            ),
             te.RMSNorm(8),
         )
 

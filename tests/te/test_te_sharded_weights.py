@@ -14,6 +14,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
 
 from rank_pool import RankPool
+from te_capabilities import te_needs
 
 import deferred_init as di
 
@@ -49,6 +50,7 @@ def _refused(_rank: int) -> str:
     return str(caught.value)
 
 
+@te_needs("records of registered parameters")
 def test_weights_for_quantized_shards_are_refused_in_the_plan(
     two_ranks: RankPool,
 ) -> None:

@@ -19,6 +19,7 @@ from deferred_init.handlers.ecosystems import load_handlers
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
 from fusible_ops import build, step, train  # noqa: E402 - imports TE
+from transformer_engine.pytorch.ops.op import BasicOperation  # noqa: E402
 
 pytestmark = pytest.mark.te
 OPS = "transformer_engine.pytorch.ops"
@@ -59,11 +60,12 @@ class _Tracking(te.ops.fuser.OperationFuser):
 def _release(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let ops count, and everybody build fusers that look at the count."""
 
+    cls: Any = BasicOperation
+
     def register_parameter(self: Any, name: str, param: Any) -> None:
-        super(te.ops.BasicOperation, self).register_parameter(name, param)
+        super(cls, self).register_parameter(name, param)
         vars(self)["param_version"] = getattr(self, "param_version", 0) + 1
 
-    cls: Any = te.ops.BasicOperation
     monkeypatch.setattr(cls, "register_parameter", register_parameter, raising=False)
     monkeypatch.setattr(cls, "param_version", 0, raising=False)
     load_handlers()  # they are for the release as it is
