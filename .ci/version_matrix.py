@@ -1,9 +1,10 @@
 """Run the core tests on several sets of releases, and print a table.
 
 Each row has a virtual environment of its own, made in a temporary folder and removed
-before the next one is made. A row that cannot be installed here is SKIPPED, with the
-reason. The last line is `N rows passed, N failed, N skipped`; the exit code is 1 if a
-row failed, or if none ran.
+before the next one is made. The row with an old Transformer Engine builds it and runs
+`tests/te`. A row that cannot be installed here is SKIPPED, with the reason. The last
+lines are `N rows passed, N failed, N skipped` and, of the tests in them, `N passed, N
+failed, N skipped`; the exit code is 1 if a row failed, or if none ran.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import te_extension
 from count_results import count
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -41,12 +43,16 @@ class Row:
         python: `major.minor`.
         torch: A version, or "" for the newest.
         oldest: Whether every other package is the oldest that pyproject.toml names.
+        te: A release of Transformer Engine, which is built, or "" for none.
+        tests: What is run.
     """
 
     name: str
     python: str
     torch: str
     oldest: bool = False
+    te: str = ""
+    tests: tuple[str, ...] = CORE
 
 
 ROWS = (
@@ -55,6 +61,13 @@ ROWS = (
     Row(name="torch-2.13", python="3.11", torch="2.13.0"),
     Row(name="torch-2.14", python="3.12", torch="2.14.1"),
     Row(name="newest", python="3.13", torch=""),
+    Row(
+        name="te-oldest",
+        python="3.11",
+        torch="2.11.0",
+        te="2.9.0",
+        tests=("tests/te",),
+    ),
 )
 
 
@@ -127,27 +140,37 @@ def install(row: Row, folder: Path) -> str:
     done = subprocess.run(
         [*pip, *wanted], env=environment, capture_output=True, text=True
     )
-    if done.returncode == 0:
-        return ""
-    errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
-    return f"cannot be installed: {' '.join(errors[-1:]) or done.stderr[-200:]}"
+    if done.returncode:
+        errors = [line for line in done.stderr.splitlines() if "ERROR" in line]
+        return f"cannot be installed: {' '.join(errors[-1:]) or done.stderr[-200:]}"
+    if row.te:
+        try:
+            te_extension.install(folder / "bin/python", row.te)
+        except te_extension.CannotBuildError as error:
+            return f"Transformer Engine {row.te} cannot be built: {error}"
+    return ""
 
 
 def run_tests(name: str, python: Path, folders: list[str], log: Path) -> Outcome:
     """Run the tests in an environment that is there."""
     describe = (
-        "import platform; from importlib import metadata\n"
+        "import platform, sysconfig; from importlib import metadata\n"
         "print('python', platform.python_version())\n"
+        "print('site', sysconfig.get_path('purelib'))\n"
         f"for name in {SHOWN!r}:\n"
         "    try: print(name, metadata.version(name))\n"
         "    except metadata.PackageNotFoundError: pass\n"
     )
     told = subprocess.check_output([python, "-c", describe], text=True)
-    versions = dict(line.split() for line in told.splitlines())
+    versions = dict(line.split(maxsplit=1) for line in told.splitlines())
+    site = Path(versions.pop("site"))
     results = log.with_suffix("")
     results.mkdir()
     started = time.monotonic()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    if "transformer-engine" in versions:
+        environment |= te_extension.variables(site)
+        environment["DEFERRED_INIT_REQUIRE_TE"] = "1"
     with log.open("w") as file:
         status = subprocess.run(
             [
@@ -183,25 +206,26 @@ def main() -> int:
         metavar="FOLDER",
         help="a virtual environment that is there already; installs nothing",
     )
-    parser.add_argument(
-        "--tests", nargs="+", default=list(CORE), help="instead of core"
-    )
+    parser.add_argument("--tests", nargs="+", help="instead of the row's, or core")
     arguments = parser.parse_args()
     unknown = sorted({*arguments.rows} - {*names})
     if unknown:
         parser.error(f"no row is called {unknown}; there are {names}")
+    chosen = [row for row in ROWS if row.name in (arguments.rows or names)]
+    if arguments.environment and len(arguments.rows) > 1:
+        parser.error("an environment that is there can stand for one row only")
     work = Path(tempfile.mkdtemp(prefix="versions-"))
     print(f"logs are in {work}")
     outcomes = []
     if arguments.environment:
         python = arguments.environment / "bin/python"
         name = arguments.environment.name
-        outcomes.append(run_tests(name, python, arguments.tests, work / f"{name}.log"))
+        tests = chosen[0].tests if arguments.rows else CORE
+        folders = arguments.tests or list(tests)
+        outcomes.append(run_tests(name, python, folders, work / f"{name}.log"))
     else:
-        for row in ROWS:
-            if arguments.rows and row.name not in arguments.rows:
-                continue
-            outcomes.append(one_row(row, work, arguments.tests))
+        for row in chosen:
+            outcomes.append(one_row(row, work, arguments.tests or list(row.tests)))
             print(outcomes[-1].line(), flush=True)
     return summed_up(outcomes)
 
@@ -238,6 +262,11 @@ def summed_up(outcomes: list[Outcome]) -> int:
         if outcome.reason:
             print(f"!!! {outcome.name}: {outcome.reason}")
     print(f"{num_passed} rows passed, {num_failed} failed, {num_skipped} skipped")
+    passed, failed, skipped = (
+        sum(getattr(each, key) for each in outcomes)
+        for key in ("passed", "failed", "skipped")
+    )
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
     return 1 if num_failed or not num_passed else 0
 
 
