@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -22,20 +22,22 @@ _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 def tree_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
     """Say where the tree may mislead about what constructors did, and when."""
+    drawn = _drawn(steps)
+    if not drawn:
+        return ()
     return (
-        *_list_assumptions(steps, inventory),
-        *_constructor_assumptions(steps, inventory),
-        *_real_assumptions(steps, inventory),
+        *_list_assumptions(drawn, inventory),
+        *_constructor_assumptions(drawn, inventory),
+        *_real_assumptions(drawn, inventory),
     )
 
 
-def _list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+def _list_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
     """Name classes with several lists of modules, which one loop may have filled.
 
     A block that appends to plain lists in turn, and registers them as a `ModuleList`
     each at the end, leaves the same tree as one that fills list after list.
     """
-    drawn = _drawn(steps)
     found: dict[str, list[str]] = {}
     for site in inventory.sites():
         lists = [one for one in site.children if isinstance(one.module, _LISTS)]
@@ -53,15 +55,12 @@ def _list_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str,
     )
 
 
-def _constructor_assumptions(
-    steps: Sequence[Step], inventory: Inventory
-) -> tuple[str, ...]:
+def _constructor_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
     """Name classes whose constructors did not make the children one after the other."""
-    drawn = _drawn(steps)
     found: dict[str, None] = {}
     for site in inventory.sites():
         kind = type(site.module)
-        if kind.__module__.startswith("torch.nn."):
+        if kind.__module__.startswith("torch.nn.") or not _is_told_of(kind):
             continue
         children = [c.fqn.rpartition(".")[2] for c in site.children if _any(c, drawn)]
         if children:
@@ -70,9 +69,18 @@ def _constructor_assumptions(
     return tuple(found)
 
 
-def _real_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+def _is_told_of(kind: type) -> bool:
+    """Whether its constructors tell anything that `_order_in` asks for."""
+    methods, certain = init_methods(kind)
+    return bool(
+        passed_in(kind)
+        or stored_twice(kind)
+        or (certain and any(made_before(kind, method) for method in methods))
+    )
+
+
+def _real_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
     """Name modules that are real already and stand before others that draw numbers."""
-    drawn = _drawn(steps)
     before: list[str] = []
     waiting: list[str] = []
     for site in inventory.sites():
@@ -118,7 +126,8 @@ def _order_in(
             "base class had assigned there, and that one drew no random numbers"
             f"{_RECORD}"
         )
-    for method in init_methods(kind)[0] if init_methods(kind)[1] else ():
+    methods, certain = init_methods(kind)
+    for method in methods if certain else ():
         late = [name for name in children if name in made_before(kind, method)]
         if late:
             yield (
@@ -136,7 +145,7 @@ def _drawn(steps: Sequence[Step]) -> set[int]:
     }
 
 
-def _any(site: ModuleSite, sites: set[int]) -> bool:
+def _any(site: ModuleSite, sites: Set[int]) -> bool:
     return any(id(below) in sites for below in site.post_order())
 
 

@@ -20,6 +20,7 @@ from deferred_init.slots import Slot
 __all__ = ["value_assumptions"]
 
 _TORCH = "torch.nn"
+_PLAIN = (nn.Parameter, torch.Tensor)
 # Filled with constants, which are the same in every dtype.
 _CONSTANT = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase)
 
@@ -30,51 +31,43 @@ def value_assumptions(steps: Sequence[Step]) -> tuple[str, ...]:
     Only tensors are named that one `reset_parameters` of torch's makes and no other
     initializer writes to. A write through `.data` is not counted by torch.
     """
-    return (*_written_again(steps), *_never_written(steps), *_cast(steps))
+    slots = tuple(_made_by_torch(steps))
+    return (*_written(steps, slots), *_cast(slots))
 
 
-def _written_again(steps: Sequence[Step]) -> Iterator[str]:
+def _written(steps: Sequence[Step], slots: Sequence[Slot]) -> Iterator[str]:
+    """Name what was written more often than torch's constructors do, or less often."""
     again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
-    names = [
-        slot.fqn
-        for slot in _made_by_torch(steps)
-        if id(slot.tensor) not in again
-        and not slot.tensor.is_inference()  # of which torch counts no writes
-        and slot.tensor._version > _num_writes(slot)
-    ]
-    if names:
+    default = torch.get_default_dtype()
+    more, less = [], []
+    for slot in slots:
+        tensor = slot.tensor
+        if id(tensor) in again or tensor.is_inference():  # which counts no writes
+            continue
+        num_more = tensor._version - _num_writes(slot)
+        if num_more > 0:
+            more.append(slot.fqn)
+        # What was sharded or cast is another object as well, and named elsewhere.
+        elif num_more < 0 and tensor.dtype == default and type(tensor) in _PLAIN:
+            less.append(slot.fqn)
+    if more:
         yield (
-            f"{listing(names)}: what was written there after the constructor of its "
+            f"{listing(more)}: what was written there after the constructor of its "
             "own module changed no value; where it did, build the model inside "
             "`deferred_init(...)`"
         )
-
-
-def _never_written(steps: Sequence[Step]) -> Iterator[str]:
-    """Name what torch's constructor of the module did not write, or not this object."""
-    again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
-    default = torch.get_default_dtype()
-    names = [
-        slot.fqn
-        for slot in _made_by_torch(steps)
-        if id(slot.tensor) not in again
-        and type(slot.tensor) in (nn.Parameter, torch.Tensor)  # not what was sharded
-        and slot.tensor.dtype == default  # what was cast is named as such
-        and not slot.tensor.is_inference()
-        and slot.tensor._version < _num_writes(slot)
-    ]
-    if names:
+    if less:
         yield (
-            f"{listing(names)}: copied or put there after the constructor of its own "
+            f"{listing(less)}: copied or put there after the constructor of its own "
             "module had drawn others; values are given as if those had stayed. "
             "Where they are not the same, build the model inside `deferred_init(...)`"
         )
 
 
-def _cast(steps: Sequence[Step]) -> Iterator[str]:
+def _cast(slots: Sequence[Slot]) -> Iterator[str]:
     default = torch.get_default_dtype()
     cast: dict[torch.dtype, list[str]] = {}
-    for slot in _made_by_torch(steps):
+    for slot in slots:
         dtype = slot.tensor.dtype
         other = dtype.is_floating_point and dtype != default
         if other and not isinstance(slot.owner, _CONSTANT):
