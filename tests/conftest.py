@@ -68,6 +68,14 @@ def run_script() -> Callable[..., str]:
     return _run
 
 
+@pytest.fixture(autouse=True)
+def _nothing_recorded_before() -> None:
+    """Begin as a process does: no recording of another test is still to be made."""
+    from deferred_init.record.starts import forget_start
+
+    forget_start()
+
+
 @pytest.fixture
 def interruptible() -> Iterator[None]:
     """Let SIGINT raise KeyboardInterrupt; a shell's background jobs ignore it."""

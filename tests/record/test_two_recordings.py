@@ -7,14 +7,8 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from deferred_init.record.starts import forget_start
 
 SAME = "both begin with the same numbers"
-
-
-@pytest.fixture(autouse=True)
-def _nothing_recorded() -> None:
-    forget_start()
 
 
 def _linear() -> nn.Linear:
