@@ -26,7 +26,7 @@ def calls_with_arguments(module_type: type, method: str) -> bool:
         one.argval == method and after.opname.startswith("LOAD_")
         for code in constructors(module_type)
         for one, after in _pairs(code)
-        if one.opname.startswith("LOAD_")
+        if _is_name(one)
     )
 
 
@@ -74,10 +74,15 @@ def made_before(module_type: type, method: str) -> frozenset[str]:
     for code in constructors(module_type):
         called = False
         for one in _instructions(code):
-            called = called or (one.opname.startswith("LOAD_") and one.argval == method)
+            called = called or (_is_name(one) and one.argval == method)
             if called and one.opname == "STORE_ATTR":
                 found.add(one.argval)
     return frozenset(found)
+
+
+def _is_name(one: dis.Instruction) -> bool:
+    """Whether something is looked up by its name, which a string in code is not."""
+    return one.opname.startswith("LOAD_") and one.opname != "LOAD_CONST"
 
 
 def _instructions(code: types.CodeType) -> Sequence[dis.Instruction]:

@@ -65,7 +65,7 @@ def calls_of(module_type: type) -> tuple[str, ...]:
 def calls_twice(module_type: type, name: str) -> bool:
     """Whether a framework's constructor calls a method, and a user's calls it again."""
     first = next(
-        (base for base in module_type.__mro__ if base.__module__.startswith(_FOREIGN)),
+        (base for base in module_type.__mro__ if _is_in(base, _FOREIGN)),
         nn.Module,
     )
     return name in calls_of(first) and name in _own_names(module_type)
@@ -99,7 +99,7 @@ def constructors(module_type: type) -> tuple[types.CodeType, ...]:
     found = []
     for base in reversed(module_type.__mro__):
         constructor = vars(base).get("__init__")
-        own = not base.__module__.startswith(_FOREIGN)
+        own = not _is_in(base, _FOREIGN)
         if own and isinstance(constructor, types.FunctionType):
             found.append(constructor.__code__)
     return tuple(found)
@@ -131,9 +131,15 @@ def _collect(
             if (
                 isinstance(method, types.FunctionType)
                 and name not in _METHODS
-                and not method.__module__.startswith("torch.nn.modules.module")
+                and not _is_in(method, "torch.nn.modules.module")
             ):
                 _collect(method.__code__, module_type, seen, done)
+
+
+def _is_in(one: type | types.FunctionType, modules: str | tuple[str, ...]) -> bool:
+    """Whether a class or a function is of some modules; generated code is of none."""
+    module: str | None = one.__module__
+    return module is not None and module.startswith(modules)
 
 
 def _nested(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -148,7 +154,7 @@ def _is_own_method(module_type: type, name: str) -> bool:
     function = inspect.getattr_static(module_type, name, None)
     if not isinstance(function, types.FunctionType):
         return False
-    if function.__module__.startswith(_FOREIGN):
+    if _is_in(function, _FOREIGN):
         return False
     required = [
         one

@@ -116,7 +116,7 @@ def _order_in(
     if passed and children[: len(passed)] != passed:
         yield (
             f"{listing(passed)} of {kind.__qualname__}, which its constructor was "
-            "given, was constructed after the children that stand before it"
+            "given, is taken to be constructed after the children before it"
             f"{_RECORD}"
         )
     twice = [name for name in held if name in stored_twice(kind)]

@@ -135,7 +135,7 @@ def _equals_eager(build: Callable[[], nn.Module]) -> bool:
     ("build", "said"),
     [
         (_Options, "the constructor of _Options calls `init_weights` with arguments"),
-        (_given, "`down` of _Given, which its constructor was given, was constructed"),
+        (_given, "`down` of _Given, which its constructor was given, is taken to be"),
         (_NewHead, "`head` of _NewHead stands in the place of what a base class"),
         (_Early, "`linear` of _Early was constructed before `reset_parameters` ran"),
         (_Seeds, "what the constructor of _Seeds calls (`manual_seed`) leaves"),
@@ -156,6 +156,44 @@ def test_a_constructor_that_the_tree_does_not_show_is_named(
 def test_a_constructor_that_the_tree_shows_is_not_named(
     build: Callable[[], nn.Module],
 ) -> None:
+    assert di.plan(_on_meta(build), "cpu").assumptions == ()
+    assert _equals_eager(build)
+
+
+class _Asks(nn.Module):
+    """Names its method in a string as well, before it makes the layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        assert getattr(self, "reset_parameters", None)
+        self.linear = nn.Linear(2, 2)
+        self.scale = nn.Parameter(torch.empty(2))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.uniform_(self.scale)
+
+
+def _generated() -> nn.Module:
+    """A module whose methods were generated, so that they are of no module."""
+    names: dict[str, Any] = {"nn": nn, "torch": torch}
+    exec(
+        "def __init__(self):\n"
+        "    nn.Module.__init__(self)\n"
+        "    self.scale = nn.Parameter(torch.empty(2))\n"
+        "    self.reset_parameters()\n"
+        "def reset_parameters(self):\n"
+        "    nn.init.uniform_(self.scale)\n",
+        names,
+    )
+    methods = {key: names[key] for key in ("__init__", "reset_parameters")}
+    assert methods["__init__"].__module__ is None
+    made: nn.Module = type("_Generated", (nn.Module,), methods)()
+    return made
+
+
+@pytest.mark.parametrize("build", [_Asks, _generated])
+def test_unusual_constructors_are_read_too(build: Callable[[], nn.Module]) -> None:
     assert di.plan(_on_meta(build), "cpu").assumptions == ()
     assert _equals_eager(build)
 
