@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from deferred_init.default_dtype import default_dtype
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, SlotKind
 from deferred_init.twin import difference, site_of
@@ -40,10 +41,21 @@ class Construction:
 
     def build(self, model: nn.Module) -> nn.Module:
         """Construct the model anew, on the current default device."""
-        with _quiet(), _default_dtype(self.dtype), _patches():
+        with _quiet(), default_dtype(self.dtype), _patches():
             config = copy.deepcopy(model.config)
             twin: nn.Module = type(model)(config, **self.options)
         return twin
+
+    def assumptions(self, model: nn.Module) -> tuple[str, ...]:
+        """Name what the model does not tell."""
+        if not self.cast:
+            return ()
+        kind = type(model).__name__
+        return (
+            f"{kind} was constructed while the default dtype was {self.dtype}, as it "
+            "is now, and cast afterwards; where it was another one, set that one for "
+            "`materialize` as well, or build the model inside `deferred_init(...)`",
+        )
 
     def describe(self, model: nn.Module) -> str:
         """Name the call, for reports."""
@@ -117,16 +129,6 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logging.set_verbosity(before)
-
-
-@contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
 
 
 @contextmanager

@@ -86,11 +86,7 @@ class HFConstructor:
             slots=(*made, *stray),
             source=construction.describe(site.module),
             scratch_bytes=min(_bytes(slots, but=deferred), _room(deferred)),
-            assumptions=tuple(
-                f"`{slot.fqn}` has memory only because its constructor ignores the "
-                "meta device, and is made anew"
-                for slot in stray
-            ),
+            assumptions=(*construction.assumptions(site.module), *map(_made, stray)),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:
@@ -202,6 +198,13 @@ def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
         if slot.kind is SlotKind.PARAMETER and not slot.deferred
     ]
     return [] if any(deferred for _, deferred in real) else [slot for slot, _ in real]
+
+
+def _made(stray: Slot) -> str:
+    return (
+        f"`{stray.fqn}` has memory only because its constructor ignores the meta "
+        "device, and is made anew"
+    )
 
 
 def _is_plain(slot: Slot) -> bool:

@@ -33,6 +33,8 @@ class RecordFactories(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        recording = self.recording
+        recording.autocast = torch.is_autocast_enabled(recording.device.type)
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})
@@ -229,6 +231,15 @@ def _move(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -
     return moved if func is torch.Tensor.cuda else moved.to(*args[1:], **kwargs)
 
 
+def _parse(_mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Read the arguments of `Module.to` as they are: nothing is made here.
+
+    With meta in the place of its device the module would be moved to meta, and so
+    lose what was recorded.
+    """
+    return func(*args, **kwargs)
+
+
 def _set_data(mode: RecordFactories, func: Any, args: Any) -> Any:
     """Set `.data` of a real tensor to a deferred one: it becomes deferred."""
     target, source = args
@@ -248,5 +259,6 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     torch.Tensor.new_tensor: _new_tensor,
     **dict.fromkeys((torch.from_numpy, torch.frombuffer), _shared),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda), _move),
+    torch._C._nn._parse_to: _parse,
 }
 _CONSTRUCTORS = frozenset(_device_constructors()) - _HANDLERS.keys()

@@ -10,11 +10,13 @@ tensors alone.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from deferred_init.record.ambient import refuse_autocast, under_default_dtype
 from deferred_init.record.append import Draw, append
 from deferred_init.record.call import Call
 from deferred_init.record.graph import Recording
@@ -81,6 +83,8 @@ def record(
     with recording.lock, no_dispatch():
         call = Call(recording, args, kwargs, shapes_only=info.like)
         device = _device_of(call, place if info.has_device else None)
+        if recording.autocast:
+            refuse_autocast(func, device or recording.device, list(_tensors(call)))
         if info.reshapes:
             return reshape(call, info, func, args, device)
         if info.fills and isinstance(args[0], DeferredTensor):
@@ -171,7 +175,7 @@ def _append(
             overwrites = None
     node = append(
         recording,
-        func,
+        under_default_dtype(func, out, list(_tensors(call))),
         call.args,
         call.kwargs or None,
         writes=writes,
@@ -209,6 +213,14 @@ def _wrap_results(
         return items if isinstance(out, list) else tuple(items)
     outs.append(None)
     return out
+
+
+def _tensors(call: Call) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments, as meta sees them."""
+    for item in (*call.meta, *call.meta_kwargs.values()):
+        for part in item if isinstance(item, (list, tuple)) else (item,):
+            if isinstance(part, Tensor):
+                yield part
 
 
 def _writes_real(info: OpInfo, args: Any, kwargs: dict[str, Any]) -> bool:
