@@ -97,3 +97,16 @@ def assert_eager_equals_deferred() -> Callable[..., nn.Module]:
         return model
 
     return check
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers for the tests of a file, and no longer."""
+    log = pytest.importorskip("transformers").logging
+    verbosity, bars = log.get_verbosity(), log.is_progress_bar_enabled()
+    log.set_verbosity_error()
+    log.disable_progress_bar()
+    yield
+    log.set_verbosity(verbosity)
+    if bars:
+        log.enable_progress_bar()

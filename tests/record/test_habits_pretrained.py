@@ -11,7 +11,7 @@ from torch import nn
 from deferred_init.record import is_deferred
 
 transformers = pytest.importorskip("transformers")
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("quiet_transformers")]
 
 
 @pytest.fixture
@@ -35,12 +35,6 @@ def _around(path: Path):
         self.after = nn.Linear(3, 3)
 
     return body
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
 
 
 def test_from_pretrained_of_a_local_folder(assert_eager_equals_deferred, pretrained):

@@ -41,7 +41,7 @@ SAMPLE += [f"AutoModelForCausalLM/{name}" for name in CAUSAL_LM.split()]
 
 
 @pytest.fixture(scope="module")
-def cases() -> dict[str, Case]:
+def cases(quiet_transformers: None) -> dict[str, Case]:
     return {case.name: case for case in transformers_cases()}
 
 

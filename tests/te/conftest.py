@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 from te_capabilities import CAPABILITIES, has
+from te_ranks import RankPool, Ranks
 
 # Read by TE whenever a grouped layer is built.
 os.environ.setdefault("NVTE_GROUPED_LINEAR_SINGLE_PARAM", "1")
@@ -72,3 +74,12 @@ def te(monkeypatch: pytest.MonkeyPatch) -> Any:
 def bare_te() -> Any:
     """Transformer Engine as it is, without that belief."""
     return _te
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[Ranks]:
+    """Pools of processes by their number; they end with the tests of a file."""
+    pools: dict[int, RankPool] = {}
+    yield lambda size: pools.setdefault(size, RankPool(size))
+    for pool in pools.values():
+        pool.close()

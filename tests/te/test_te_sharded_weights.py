@@ -2,30 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-
-# Where the processes that are started find the pool as well.
-sys.path.insert(0, str(Path(__file__).parents[1] / "distributed"))
-
-from rank_pool import RankPool
 from te_capabilities import te_needs
+from te_ranks import Ranks
 
 import deferred_init as di
 
 pytestmark = [pytest.mark.te, pytest.mark.distributed]
-
-
-@pytest.fixture(scope="module")
-def two_ranks() -> Iterator[RankPool]:
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 def _refused(_rank: int) -> str:
@@ -52,8 +37,8 @@ def _refused(_rank: int) -> str:
 
 @te_needs("records of registered parameters")
 def test_weights_for_quantized_shards_are_refused_in_the_plan(
-    two_ranks: RankPool,
+    ranks: Ranks,
 ) -> None:
-    for text in two_ranks.run(_refused):
+    for text in ranks(2).run(_refused):
         assert "1 tensors are stored quantized and are sharded already" in text, text
         assert "`weight`. Load the weights before `fully_shard`" in text
