@@ -10,13 +10,14 @@ from __future__ import annotations
 import dis
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from deferred_init.constructor_names import by_type, constructors
 
-__all__ = ["calls_with_arguments", "made_before", "passed_in", "stored_twice"]
+__all__ = ["assigned_after", "calls_with_arguments", "passed_in", "stored_twice"]
 
 _BETWEEN = frozenset({"CACHE", "EXTENDED_ARG", "NOP", "PRECALL", "PUSH_NULL"})
+_COMPARES = frozenset({"COMPARE_OP", "CONTAINS_OP", "IS_OP", "TO_BOOL"})
 
 
 @by_type
@@ -25,7 +26,7 @@ def calls_with_arguments(module_type: type, method: str) -> bool:
     return any(
         one.argval == method and after.opname.startswith("LOAD_")
         for code in constructors(module_type)
-        for one, after in _pairs(code)
+        for one, after in itertools.pairwise(_instructions(code))
         if _is_name(one)
     )
 
@@ -34,16 +35,14 @@ def calls_with_arguments(module_type: type, method: str) -> bool:
 def passed_in(module_type: type) -> frozenset[str]:
     """Return attributes to which a constructor assigns one of its own arguments.
 
-    An argument that the constructor itself may have replaced does not count.
+    An argument that the constructor tests or assigns to does not count: it may stand
+    for something that the constructor makes itself (`y if y is not None else Y()`).
     """
     found: set[str] = set()
     for code in constructors(module_type):
-        num = code.co_argcount + code.co_kwonlyargcount
-        arguments = set(code.co_varnames[1:num])
         instructions = _instructions(code)
-        for one in instructions:
-            if one.opname.startswith("STORE_FAST"):
-                arguments -= set(_names(one))
+        num = code.co_argcount + code.co_kwonlyargcount
+        arguments = set(code.co_varnames[1:num]) - _tested_or_assigned(instructions)
         loaded: list[str] = []
         for one in instructions:
             if one.opname == "STORE_ATTR" and len(loaded) > 1:
@@ -68,7 +67,7 @@ def stored_twice(module_type: type) -> frozenset[str]:
 
 
 @by_type
-def made_before(module_type: type, method: str) -> frozenset[str]:
+def assigned_after(module_type: type, method: str) -> frozenset[str]:
     """Return attributes that a constructor assigns after it has called a method."""
     found: set[str] = set()
     for code in constructors(module_type):
@@ -80,6 +79,22 @@ def made_before(module_type: type, method: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def _tested_or_assigned(instructions: Sequence[dis.Instruction]) -> set[str]:
+    """Return variables that a jump or a comparison looks at, or that are assigned."""
+    found: set[str] = set()
+    for one, second, third in zip(
+        instructions, instructions[1:], instructions[2:], strict=False
+    ):
+        if one.opname.startswith("STORE_FAST"):
+            found.update(_names(one))
+        looks = (second.opname, third.opname)
+        if one.opname.startswith("LOAD_FAST") and any(
+            name in _COMPARES or "JUMP" in name for name in looks
+        ):
+            found.update(_names(one))
+    return found
+
+
 def _is_name(one: dis.Instruction) -> bool:
     """Whether something is looked up by its name, which a string in code is not."""
     return one.opname.startswith("LOAD_") and one.opname != "LOAD_CONST"
@@ -87,13 +102,6 @@ def _is_name(one: dis.Instruction) -> bool:
 
 def _instructions(code: types.CodeType) -> Sequence[dis.Instruction]:
     return [one for one in dis.get_instructions(code) if one.opname not in _BETWEEN]
-
-
-def _pairs(
-    code: types.CodeType,
-) -> Iterator[tuple[dis.Instruction, dis.Instruction]]:
-    instructions = _instructions(code)
-    yield from itertools.pairwise(instructions)
 
 
 def _names(one: dis.Instruction) -> tuple[str, ...]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
-from deferred_init.constructor_code import made_before, passed_in, stored_twice
+from deferred_init.constructor_code import assigned_after, passed_in, stored_twice
 from deferred_init.constructor_names import init_methods
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Step
@@ -27,7 +27,7 @@ def tree_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
         return ()
     return (
         *_list_assumptions(drawn, inventory),
-        *_constructor_assumptions(drawn, inventory),
+        *_constructor_assumptions(drawn, _lasting(steps), inventory),
         *_real_assumptions(drawn, inventory),
     )
 
@@ -55,14 +55,20 @@ def _list_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
     )
 
 
-def _constructor_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
+def _constructor_assumptions(
+    drawn: Set[int], lasting: Set[int], inventory: Inventory
+) -> tuple[str, ...]:
     """Name classes whose constructors did not make the children one after the other."""
     found: dict[str, None] = {}
     for site in inventory.sites():
         kind = type(site.module)
         if kind.__module__.startswith("torch.nn.") or not _is_told_of(kind):
             continue
-        children = [c.fqn.rpartition(".")[2] for c in site.children if _any(c, drawn)]
+        children = {
+            child.fqn.rpartition(".")[2]: _any(child, lasting)
+            for child in site.children
+            if _any(child, drawn)
+        }
         if children:
             held = [name for name, _ in site.module.named_children()]
             found.update(dict.fromkeys(_order_in(kind, children, held)))
@@ -75,7 +81,7 @@ def _is_told_of(kind: type) -> bool:
     return bool(
         passed_in(kind)
         or stored_twice(kind)
-        or (certain and any(made_before(kind, method) for method in methods))
+        or (certain and any(assigned_after(kind, method) for method in methods))
     )
 
 
@@ -103,17 +109,20 @@ def _is_real(site: ModuleSite) -> bool:
 
 
 def _order_in(
-    kind: type, children: Sequence[str], held: Sequence[str]
+    kind: type, children: Mapping[str, bool], held: Sequence[str]
 ) -> Iterator[str]:
     """Say what the constructors of a class tell against the order of its children.
 
     Args:
         kind: The class.
-        children: Children that draw random numbers, in the order of the tree.
+        children: Children that draw random numbers, in the order of the tree, and
+            whether any value that they draw stays.
         held: All children.
     """
-    passed = [name for name in children if name in passed_in(kind)]
-    if passed and children[: len(passed)] != passed:
+    order = list(children)
+    passed = [name for name in order if name in passed_in(kind)]
+    moved = order[: order.index(passed[-1]) + 1] if passed else []
+    if moved != passed and any(children[name] for name in moved):
         yield (
             f"{listing(passed)} of {kind.__qualname__}, which its constructor was "
             "given, is taken to be constructed after the children before it"
@@ -128,7 +137,7 @@ def _order_in(
         )
     methods, certain = init_methods(kind)
     for method in methods if certain else ():
-        late = [name for name in children if name in made_before(kind, method)]
+        late = [name for name in children if name in assigned_after(kind, method)]
         if late:
             yield (
                 f"{listing(late)} of {kind.__qualname__} was constructed before "
@@ -142,6 +151,16 @@ def _drawn(steps: Sequence[Step]) -> set[int]:
         id(step.site)
         for step in steps
         if step.order is None and step.initializer.name == "torch.nn"
+    }
+
+
+def _lasting(steps: Sequence[Step]) -> set[int]:
+    """Modules of torch that keep a value which they draw: nobody draws it again."""
+    again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
+    return {
+        id(step.site)
+        for step in steps
+        if any(id(slot.tensor) not in again for slot in step.claim.slots)
     }
 
 

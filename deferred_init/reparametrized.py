@@ -15,17 +15,23 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 __all__ = ["is_parametrized", "is_reparametrized", "norm_hooks", "original_type"]
+__all__ += ["parametrizations_of"]
 
 _TABLE = "parametrizations"
 
 
-def is_parametrized(module: nn.Module) -> bool:
-    """What torch's function says, for modules with any `__getattr__` too."""
+def parametrizations_of(module: nn.Module) -> nn.ModuleDict | None:
+    """Return a module's parametrizations, also if it defines `__getattr__`."""
     held = vars(module)
     table, children = held.get(_TABLE), held.get("_modules")
     if not table and isinstance(children, dict):  # those of a script are none
         table = children.get(_TABLE)
-    return isinstance(table, nn.ModuleDict) and len(table) > 0
+    return table if isinstance(table, nn.ModuleDict) and len(table) > 0 else None
+
+
+def is_parametrized(module: nn.Module) -> bool:
+    """What torch's function says, for modules with any `__getattr__` too."""
+    return parametrizations_of(module) is not None
 
 
 def original_type(module: nn.Module) -> type:

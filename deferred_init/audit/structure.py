@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.scene import Scene, register_detector
+from deferred_init.reparametrized import parametrizations_of
 from deferred_init.report import Finding
 
 __all__: list[str] = []
@@ -97,11 +98,8 @@ def rnn_weights(scene: Scene) -> Iterator[Finding]:
 def parametrizations(scene: Scene) -> Iterator[Finding]:
     """Find parametrized tensors that exist a second time, or lack their original."""
     for found in scene.graph.modules:
-        children: object = found.module._modules
-        if not isinstance(children, dict):  # a script's, which has no parametrizations
-            continue
-        table = children.get("parametrizations")
-        if not isinstance(table, nn.ModuleDict):
+        table = parametrizations_of(found.module)
+        if table is None:
             continue
         for name, chain in table.items():
             fqn = f"{found.fqn}.{name}" if found.fqn else name

@@ -14,7 +14,7 @@ from deferred_init.slots import ModuleSite, Slot
 if TYPE_CHECKING:
     from deferred_init.handlers.protocol import Initializer
 
-__all__ = ["LAST", "Claim", "Order", "Request", "Step", "left_to_others"]
+__all__ = ["LAST", "Claim", "Order", "Request", "Step"]
 
 Order = tuple[int, int]
 LAST: Order = (2**62, 0)
@@ -91,15 +91,14 @@ class Claim:
     stored: tuple[tuple[Slot, Representation], ...] = ()
     joined: tuple[Slot, ...] = ()
 
+    def leaves(self, slots: Iterable[Slot]) -> list[Slot]:
+        """Return those of the slots that code would write, which the claim must not.
 
-def left_to_others(claim: Claim, slots: Iterable[Slot]) -> list[Slot]:
-    """Return those of the slots that code would write, which the claim must not.
-
-    What a recording makes has seen all that its constructors did, and is taken out of
-    the claims of others: their code must not reach it when it runs.
-    """
-    claimed = {id(slot.tensor) for slot in (*claim.slots, *claim.rewrites)}
-    return [slot for slot in slots if id(slot.tensor) not in claimed]
+        What a recording makes has seen all that its constructors did, and is taken out
+        of the claims of others: their code must not reach it when it runs.
+        """
+        claimed = {id(slot.tensor) for slot in (*self.slots, *self.rewrites)}
+        return [slot for slot in slots if id(slot.tensor) not in claimed]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

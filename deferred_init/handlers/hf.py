@@ -30,13 +30,7 @@ from transformers import PreTrainedModel, initialization
 
 from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.errors import listing
-from deferred_init.handlers.protocol import (
-    Claim,
-    Request,
-    Step,
-    Workspace,
-    left_to_others,
-)
+from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.slots import ModuleSite, Slot, SlotKind, set_aside
 from deferred_init.twin import tie_again
@@ -116,7 +110,7 @@ class HFInitWeights:
             given = [(slot, slot.read()) for slot in step.claim.slots]
             # In eager construction ties are made after initialization.
             apart = [one for one, other in _ties(site) if one.read() is other.read()]
-            settled = left_to_others(step.claim, [*intent.filled, *intent.touched])
+            settled = step.claim.leaves([*intent.filled, *intent.touched])
             aside = set_aside([*intent.endangered, *apart, *settled])
             with aside, _guarded(slot.tensor for slot in (*intent.real, *settled)):
                 for one in site.post_order():

@@ -22,20 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.fast.window import Window
-from deferred_init.handlers.claims import (
-    LAST,
-    Claim,
-    Order,
-    Request,
-    Step,
-    left_to_others,
-)
+from deferred_init.handlers.claims import LAST, Claim, Order, Request, Step
 from deferred_init.slots import Inventory, ModuleSite, Slot
 
 __all__ = ["Allocator", "Claim", "Initializer", "Refresher", "Request", "Step"]
 __all__ += ["LAST", "Order", "Session", "SessionInitializer", "TreeInitializer"]
 __all__ += ["StagedAllocator", "Workspace"]
-__all__ += ["has_session", "is_staged", "knows_trees", "left_to_others"]
+__all__ += ["has_session", "is_staged", "knows_trees"]
 
 
 class Workspace(Protocol):

@@ -114,10 +114,10 @@ def _start_assumptions(slots: Sequence[Slot], request: Request) -> tuple[str, ..
     if not any(value.recording.began_as_another for value in values):
         return ()
     return (
-        "the generators were seeded again since the model was recorded that was "
-        "recorded before this one: both begin with the same numbers. Where they were "
-        "not, materialize the first before the second is recorded, or pass both in one "
-        "call with `seed=`",
+        "another model, which was still to be made, had been recorded from the same "
+        "state of the generators: both begin with the same numbers. Unless you seeded "
+        "again in between to have it so, make the first before you record the second, "
+        "or pass both in one call with `seed=`",
     )
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Hashable, Iterator
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import lru_cache
 from weakref import WeakKeyDictionary
 
@@ -36,7 +37,6 @@ from deferred_init.handlers.protocol import (
     Request,
     Step,
     Workspace,
-    left_to_others,
 )
 from deferred_init.handlers.registry import add_initializer, initializers_for
 from deferred_init.reparametrized import is_reparametrized
@@ -51,6 +51,32 @@ _RESET = "reset_parameters"
 _MAX_KNOWN = 256
 
 
+@dataclass(frozen=True, slots=True)
+class _Below:
+    """What init methods of a module reach in the modules below it.
+
+    Attributes:
+        real: What is real already.
+        written: What they fill or change.
+    """
+
+    real: tuple[Slot, ...]
+    written: tuple[Slot, ...]
+
+    @classmethod
+    def of(cls, module: nn.Module, writes: Writes) -> _Below:
+        """Select what is not the module's own."""
+        written = writes.filled + writes.touched
+        return cls(
+            real=tuple(slot for slot in writes.real if slot.owner is not module),
+            written=tuple(slot for slot in written if slot.owner is not module),
+        )
+
+    def not_for(self, claim: Claim) -> list[Slot]:
+        """Return what must be out of reach while the methods run for a claim."""
+        return [*self.real, *claim.leaves(self.written)]
+
+
 class ResetMethods:
     """Runs the init methods that a module's class defines."""
 
@@ -58,10 +84,7 @@ class ResetMethods:
     composite = True
 
     def __init__(self) -> None:
-        self._real: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
-        self._real = WeakKeyDictionary()
-        self._below: WeakKeyDictionary[nn.Module, tuple[Slot, ...]]
-        self._below = WeakKeyDictionary()
+        self._below: WeakKeyDictionary[nn.Module, _Below] = WeakKeyDictionary()
         self._known: dict[Hashable, Names] = {}
 
     def claim(
@@ -82,14 +105,10 @@ class ResetMethods:
             return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
         if not writes.filled and not writes.touched:
             return _only_hints(module)
-        self._real.pop(module, None)
         self._below.pop(module, None)
-        if below := [
-            s for s in writes.filled + writes.touched if s.owner is not module
-        ]:
-            self._below[module] = tuple(below)
-        if real := tuple(s for s in writes.real if s.owner is not module):
-            self._real[module] = real
+        below = _Below.of(module, writes)
+        if below.real or below.written:
+            self._below[module] = below
         return Claim(
             slots=writes.filled,
             rewrites=writes.touched,
@@ -115,8 +134,8 @@ class ResetMethods:
         if not step.claim.slots and not step.claim.rewrites:
             return
         calls, _ = _calls(module)
-        settled = left_to_others(step.claim, self._below.get(module, ()))
-        aside = [*self._real.get(module, ()), *settled]
+        below = self._below.get(module)
+        aside = below.not_for(step.claim) if below else ()
         with set_aside(aside) if aside else nullcontext(), workspace.filling(step):
             _run_all(module, calls)
 

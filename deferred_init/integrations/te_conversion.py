@@ -82,20 +82,7 @@ def convert_to_te(
     wanted = conversion or Conversion()
     _check_patterns(model, wanted)
     te = _transformer_engine()
-    chosen: list[tuple[nn.Module, str]] = []
-    converted: list[Converted] = []
-    left: list[Converted] = []
-    for fqn, module in model.named_modules():
-        kind = _kind(module, wanted)
-        if kind is None or not fqn:
-            continue
-        before = type(module).__name__
-        reason = _obstacle(fqn, module, kind, wanted)
-        if reason:
-            left.append(Converted(fqn=fqn, before=before, reason=reason))
-            continue
-        chosen.append((module, kind))
-        converted.append(Converted(fqn=fqn, before=before, after=f"te.{kind}"))
+    chosen, converted, left = _choose(model, wanted)
     with te_on_meta():  # entered once: that takes longer than to build ten layers
         made = {id(module): _build(te, module, kind) for module, kind in chosen}
     for parent, name, child in _places(model):
@@ -112,6 +99,27 @@ def convert_to_te(
     return ConversionReport(
         converted=tuple(converted), left=tuple(left), unrecorded=lost
     )
+
+
+def _choose(
+    model: nn.Module, wanted: Conversion
+) -> tuple[list[tuple[nn.Module, str]], list[Converted], list[Converted]]:
+    """Return the layers to convert with their kinds, and lines for both halves."""
+    chosen: list[tuple[nn.Module, str]] = []
+    converted: list[Converted] = []
+    left: list[Converted] = []
+    for fqn, module in model.named_modules():
+        kind = _kind(module, wanted)
+        if kind is None or not fqn:
+            continue
+        before = type(module).__name__
+        reason = _obstacle(fqn, module, kind, wanted)
+        if reason:
+            left.append(Converted(fqn=fqn, before=before, reason=reason))
+            continue
+        chosen.append((module, kind))
+        converted.append(Converted(fqn=fqn, before=before, after=f"te.{kind}"))
+    return chosen, converted, left
 
 
 def _needs_recording(module: nn.Module) -> bool:

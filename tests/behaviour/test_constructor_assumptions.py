@@ -61,6 +61,29 @@ def _wrapped() -> nn.Module:
     return _Wrapped(nn.Linear(3, 3))
 
 
+class _Optional(nn.Module):
+    """Makes what it is not given, which stands where it was made."""
+
+    def __init__(self, norm: nn.Module | None = None) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3)
+        self.norm = norm if norm is not None else nn.Linear(3, 3)
+        self.other = norm or nn.Linear(3, 3)
+
+
+class _DrawnAgain(nn.Module):
+    """As a ResNet: its blocks are given modules, and all weights are drawn again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = _given()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for param in self.parameters():
+            nn.init.normal_(param)
+
+
 class _Base(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -152,7 +175,9 @@ def test_a_constructor_that_the_tree_does_not_show_is_named(
     assert not _equals_eager(build)
 
 
-@pytest.mark.parametrize("build", [_Defaults, _wrapped, _Base, _Late])
+@pytest.mark.parametrize(
+    "build", [_Defaults, _wrapped, _Base, _Late, _Optional, _DrawnAgain]
+)
 def test_a_constructor_that_the_tree_shows_is_not_named(
     build: Callable[[], nn.Module],
 ) -> None:
