@@ -25,14 +25,17 @@ def tree_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
     drawn = _drawn(steps)
     if not drawn:
         return ()
+    lasting = _lasting(steps)
     return (
-        *_list_assumptions(drawn, inventory),
-        *_constructor_assumptions(drawn, _lasting(steps), inventory),
+        *_list_assumptions(drawn, lasting, inventory),
+        *_constructor_assumptions(drawn, lasting, inventory),
         *_real_assumptions(drawn, inventory),
     )
 
 
-def _list_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
+def _list_assumptions(
+    drawn: Set[int], lasting: Set[int], inventory: Inventory
+) -> tuple[str, ...]:
     """Name classes with several lists of modules, which one loop may have filled.
 
     A block that appends to plain lists in turn, and registers them as a `ModuleList`
@@ -45,7 +48,7 @@ def _list_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
         known = kind.__module__.startswith("torch.nn.") or kind.__qualname__ in found
         if len(lists) > 1 and not known:
             names = [one.fqn.rpartition(".")[2] for one in lists if _any(one, drawn)]
-            if len(names) > 1:
+            if len(names) > 1 and any(_any(one, lasting) for one in lists):
                 found[kind.__qualname__] = names
     return tuple(
         f"the modules in {listing(names)} of {kind} were constructed list after list; "
@@ -155,11 +158,12 @@ def _drawn(steps: Sequence[Step]) -> set[int]:
 
 
 def _lasting(steps: Sequence[Step]) -> set[int]:
-    """Modules of torch that keep a value which they draw: nobody draws it again."""
+    """Modules that keep a value which they draw: it is no constant, nor drawn again."""
     again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
     return {
         id(step.site)
         for step in steps
+        if step.initializer.name != "torch.nn" or isinstance(step.site.module, _DRAWING)
         if any(id(slot.tensor) not in again for slot in step.claim.slots)
     }
 

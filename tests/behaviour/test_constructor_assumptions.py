@@ -71,17 +71,31 @@ class _Optional(nn.Module):
         self.other = norm or nn.Linear(3, 3)
 
 
+def _conv() -> nn.Module:
+    return nn.Conv2d(3, 3, 1, bias=False)
+
+
+class _GivenNorm(nn.Module):
+    def __init__(self, down: nn.Module) -> None:
+        super().__init__()
+        self.conv = _conv()
+        self.norm = nn.BatchNorm2d(3)
+        self.down = down
+
+
 class _DrawnAgain(nn.Module):
     """As a ResNet: its blocks are given modules, and all weights are drawn again."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.block = _given()
+        self.norm = nn.BatchNorm2d(3)
+        self.block = _GivenNorm(nn.Sequential(_conv(), nn.BatchNorm2d(3)))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        for param in self.parameters():
-            nn.init.normal_(param)
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight)
 
 
 class _Base(nn.Module):
