@@ -108,6 +108,7 @@ def test_memory_on_the_gpu_is_the_model_and_the_ring(tmp_path: Path) -> None:
     options = EngineOptions()
     for dtype, expected in ((None, size), (BF16, size // 2)):
         model = on_meta(num_layers=8, width=2048)
+        gc.collect()
         torch.cuda.empty_cache()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
@@ -153,6 +154,7 @@ def test_a_failed_read_leaves_the_model_and_the_gpu_memory_as_they_were(
 
     monkeypatch.setattr(file, "read_into", fail)
     model = on_meta(num_layers=4, width=1024)
+    gc.collect()  # what earlier tests left
     before = torch.cuda.memory_allocated()
     with pytest.raises(di.MaterializeError, match="failed: Input/output error"):
         di.materialize(model, "cuda", weights=source)

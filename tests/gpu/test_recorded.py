@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +146,7 @@ def test_peak_memory_is_the_final_size_and_the_largest_tensor() -> None:
     def build() -> nn.Module:
         return nn.Sequential(*(nn.Linear(2048, 2048) for _ in range(8)))
 
+    gc.collect()  # what earlier tests left
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     start = torch.cuda.memory_allocated()
@@ -170,6 +172,7 @@ def test_running_out_of_memory_puts_everything_back() -> None:
     huge = nn.Linear(1 << 16, free // (1 << 16), device="meta", dtype=torch.float32)
     model = nn.Sequential(small, huge)
     before = [id(p) for p in model.parameters()]
+    gc.collect()
     state, used = torch.cuda.get_rng_state(), torch.cuda.memory_allocated()
     with pytest.raises(di.MaterializeError, match=r"`1`.*OutOfMemory"):
         di.materialize(model, "cuda", seed=0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import pytest
@@ -195,8 +196,9 @@ def test_peak_memory_is_the_final_size_and_one_tensor_in_high_precision() -> Non
         )
 
     di.materialize(make(), "cuda", "fp8_current", seed=0)  # workspaces of the process
-    torch.cuda.empty_cache()
     model = make()
+    gc.collect()
+    torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     di.materialize(model, "cuda", "fp8_current", seed=0)
