@@ -31,6 +31,7 @@ from deferred_init.progress import progress_bar
 from deferred_init.report import Finding
 from deferred_init.rng import BY_NAME, ByName, Eager, GeneratorSnapshot, seed_all
 from deferred_init.slots import Inventory
+from deferred_init.tensor_names import TensorNames
 from deferred_init.validate import wrapper_problems
 from deferred_init.workspace import ExecutionWorkspace
 
@@ -140,7 +141,9 @@ def _policy(the_plan: Plan) -> Eager | ByName:
     if request.rng in BY_NAME:
         assert request.seed is not None, "checked by make_request"
         policy = Fast if request.rng == "fast" else ByName
-        return policy(request.seed, request.device)
+        return policy(
+            request.seed, request.device, TensorNames(the_plan.inventory.roots)
+        )
     if request.seed is not None and the_plan.steps:
         seed_all(request.seed, request.device)
     return Eager()

@@ -12,8 +12,8 @@ from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.rebind import swap_obstacle
-from deferred_init.rng import canonical_name
 from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.tensor_names import TensorNames
 
 __all__ = [
     "left_behind",
@@ -109,10 +109,11 @@ def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
 
 def name_collisions(inventory: Inventory, policy: str) -> list[str]:
     """Name tensors that a policy could not tell apart, which goes by names."""
+    known = TensorNames(inventory.roots)
     names: dict[str, int] = {}
     clashes: list[str] = []
     for slot in inventory.deferred:
-        name = canonical_name(slot.fqn)
+        name = known.of(slot)
         if names.setdefault(name, id(slot.tensor)) != id(slot.tensor):
             clashes.append(name)
     if not clashes:

@@ -23,18 +23,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deferred_init.aliases import storage_key
 from deferred_init.handlers.protocol import Step
+from deferred_init.tensor_names import TensorNames
 
 __all__ = ["BY_NAME", "POLICIES", "ByName", "Eager", "GeneratorSnapshot", "NamedDraws"]
-__all__ += ["canonical_name", "seed_all", "seed_for_name"]
+__all__ += ["seed_all", "seed_for_name"]
 
 _NOTHING = nullcontext()
 POLICIES = ("eager", "by_name", "fast")
 BY_NAME = frozenset({"by_name", "fast"})
 """Policies whose values depend on names and a seed, and on no order."""
 _EMPTY_LIKE = torch.ops.aten.empty_like.default
-_WRAPPERS = frozenset(
-    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}
-)
 
 
 class GeneratorSnapshot:
@@ -102,18 +100,20 @@ class ByName:
     Args:
         seed: The job's seed.
         device: The device whose generator is seeded.
+        names: The names of tensors and modules.
     """
 
     name = "by_name"
 
-    def __init__(self, seed: int, device: torch.device) -> None:
+    def __init__(self, seed: int, device: torch.device, names: TensorNames) -> None:
         self._seed = seed
         self._device = device
+        self._names = names
 
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """Run one step with every random operation seeded by name."""
-        with NamedDraws(self._seed, self._device, step):
+        with NamedDraws(self._seed, self._device, step, self._names):
             yield
 
 
@@ -127,13 +127,17 @@ class NamedDraws(TorchDispatchMode):
         seed: The job's seed.
         device: The device whose generator is seeded.
         step: The step that is run.
+        names: The names of tensors and modules.
     """
 
-    def __init__(self, seed: int, device: torch.device, step: Step) -> None:
+    def __init__(
+        self, seed: int, device: torch.device, step: Step, names: TensorNames
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.seed = seed
         self._device = device
-        self._owner = canonical_name(step.site.fqn)
+        self._names = names
+        self._owner = names.of_module(step.site.module, step.site.fqn)
         self._step = step
         self._counts: dict[str, int] = {}
         self._made_like: tuple[Tensor, str] | None = None
@@ -182,20 +186,8 @@ class NamedDraws(TorchDispatchMode):
         for slot in (*claim.slots, *claim.rewrites):
             # What stands there now: under staging that is a tensor of full size.
             if storage_key(slot.read()) == key:
-                return canonical_name(slot.fqn)
+                return self._names.of(slot)
         return self._owner
-
-
-def canonical_name(fqn: str) -> str:
-    """Return a name without the parts that wrappers and model lists add.
-
-    >>> canonical_name("model[1].layers.0._orig_mod.weight")
-    'layers.0.weight'
-    """
-    parts = fqn.split(".")
-    if parts and parts[0].startswith("model[") and parts[0].endswith("]"):
-        parts = parts[1:]
-    return ".".join(part for part in parts if part not in _WRAPPERS)
 
 
 def _get_device_state(device: torch.device) -> Tensor | None:

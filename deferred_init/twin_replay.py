@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from deferred_init import record
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.named_seeds import draws_by_name
-from deferred_init.rng import BY_NAME, canonical_name
+from deferred_init.rng import BY_NAME
 from deferred_init.slots import Slot
+from deferred_init.tensor_names import TensorNames
 
 __all__ = ["replay_twin"]
 
@@ -51,7 +52,9 @@ def replay_twin(
     for recording, values in _by_recording(slots).items():
         seeds: record.BeforeRandom | None = None
         if request.rng in BY_NAME:
-            seeds = draws_by_name(recording, values, request.seed, request.rng)
+            known = TensorNames(request.roots)
+            names = {value: known.of(slots[value][0]) for value in values}
+            seeds = draws_by_name(recording, names, request.seed, request.rng)
         elif not request.draws_unneeded:
             seeds = _no_seed
         if seeds is None:
@@ -75,8 +78,8 @@ def _no_seed(node: record.Node) -> None:
 
 def _by_recording(
     slots: dict[record.Value, list[Slot]],
-) -> dict[record.Recording, dict[record.Value, str]]:
-    found: dict[record.Recording, dict[record.Value, str]] = {}
-    for value, (slot, *_) in slots.items():
-        found.setdefault(value.recording, {})[value] = canonical_name(slot.fqn)
+) -> dict[record.Recording, list[record.Value]]:
+    found: dict[record.Recording, list[record.Value]] = {}
+    for value in slots:
+        found.setdefault(value.recording, []).append(value)
     return found

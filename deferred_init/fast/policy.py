@@ -50,7 +50,7 @@ class Fast(ByName):
     @contextmanager
     def step(self, step: Step) -> Iterator[None]:
         """Run one step with its fills replaced."""
-        mode = _Fills(self._seed, self._device, step)
+        mode = _Fills(self._seed, self._device, step, self._names)
         with mode, _truncated_normals_to(mode):
             yield
 

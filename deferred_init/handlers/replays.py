@@ -24,8 +24,9 @@ from deferred_init.record import (
     recompute,
     value_in_place,
 )
-from deferred_init.rng import BY_NAME, canonical_name
+from deferred_init.rng import BY_NAME
 from deferred_init.slots import Slot
+from deferred_init.tensor_names import TensorNames
 
 __all__ = ["Replays", "known_value", "recorded_value"]
 
@@ -98,7 +99,8 @@ class Replays:
             self._workspace.on_undo(recording.start_from_here(self._device))
         before_random: BeforeRandom | None = None
         if self._request.rng in BY_NAME:
-            names = {known_value(slot): canonical_name(slot.fqn) for slot in slots}
+            known = TensorNames(self._request.roots)
+            names = {known_value(slot): known.of(slot) for slot in slots}
             before_random = draws_by_name(
                 recording, names, self._request.seed, self._request.rng
             )

@@ -12,10 +12,10 @@ from deferred_init.errors import listing
 from deferred_init.loading.dtypes import cast_problem
 from deferred_init.loading.prefixes import suggest_prefix
 from deferred_init.loading.targets import Target
-from deferred_init.rng import canonical_name
 from deferred_init.sources.layout import Assembly, LayoutRule, Stored
 from deferred_init.sources.pieces import Piece, Sizes, whole
 from deferred_init.sources.protocol import TensorInfo, TensorSource
+from deferred_init.tensor_names import canonical_name
 
 __all__ = ["Load", "Matches", "WeightsRequest", "match_weights"]
 

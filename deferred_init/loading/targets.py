@@ -11,8 +11,8 @@ from torch import nn
 
 from deferred_init.handlers.protocol import Request
 from deferred_init.plan import final_dtype
-from deferred_init.rng import canonical_name
 from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.tensor_names import canonical_name
 
 __all__ = ["Target", "find_targets", "module_names"]
 

@@ -18,6 +18,7 @@ from deferred_init.fast.fill import fill
 from deferred_init.fast.philox import stream_key
 from deferred_init.fast.policy import Fast
 from deferred_init.inventory import take_inventory
+from deferred_init.tensor_names import TensorNames
 
 Build = Callable[[], nn.Module]
 
@@ -231,10 +232,11 @@ def test_two_fills_of_one_tensor_draw_different_numbers() -> None:
 def test_what_is_made_like_a_claimed_tensor_goes_by_its_name() -> None:
     # As Transformer Engine makes weights that it will quantize.
     model = _on_meta(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(4, 6)))
-    slots = take_inventory((model,)).slots
+    inventory = take_inventory((model,))
+    slots, names = inventory.slots, TensorNames(inventory.roots)
     steps: Any = [
         SimpleNamespace(
-            site=SimpleNamespace(fqn=fqn),
+            site=SimpleNamespace(fqn=fqn, module=model[int(fqn)]),
             claim=SimpleNamespace(
                 slots=[s for s in slots if s.fqn.startswith(fqn)], rewrites=()
             ),
@@ -242,7 +244,7 @@ def test_what_is_made_like_a_claimed_tensor_goes_by_its_name() -> None:
         for fqn in ("0", "1")
     ]
     for step in steps:
-        with Fast(5, torch.device("cpu")).step(step):
+        with Fast(5, torch.device("cpu"), names).step(step):
             made = torch.empty_like(model[int(step.site.fqn)].weight, device="cpu")
             nn.init.normal_(made)
             stray = torch.empty(6, 4).normal_()
