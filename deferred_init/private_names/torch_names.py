@@ -79,6 +79,11 @@ TORCH_NAMES = (
             "wrap it in `nn.Parameter`, which drops the spec",
         ),
         (
+            "_C._RestorePythonTLSSnapshot",
+            "see autocast around operations on recorded tensors",
+            "forwards under autocast of recorded models give other values",
+        ),
+        (
             "_C._dispatch_has_kernel_for_dispatch_key",
             "tell which operations autocast would have changed",
             "forwards under autocast in a recorded constructor give other values",

@@ -15,7 +15,7 @@ from torch import Tensor
 from deferred_init.default_dtype import default_dtype
 from deferred_init.record.problems import RecordError, user_line
 
-__all__ = ["refuse_autocast", "under_default_dtype"]
+__all__ = ["autocast_at_call", "autocast_on", "refuse_autocast", "under_default_dtype"]
 
 _AUTOCAST = {"cpu": "AutocastCPU", "cuda": "AutocastCUDA"}
 # What `conv2d` and `scaled_dot_product_attention` have become when they are recorded.
@@ -59,31 +59,68 @@ def under_default_dtype(func: Any, out: Any, inputs: list[Tensor]) -> Any:
     return _UnderDefaultDtype(func, torch.get_default_dtype())
 
 
-def refuse_autocast(func: Any, device: torch.device, inputs: list[Tensor]) -> None:
-    """Refuse an operator that autocast, which is on, would have given other inputs.
+def autocast_on() -> tuple[str, ...]:
+    """Return the types of device for which autocast is on."""
+    return tuple(filter(torch.is_autocast_enabled, _AUTOCAST))
+
+
+def autocast_at_call(func: Any) -> tuple[str, ...]:
+    """Return it for the call that led to an operator, if it knows the operator.
+
+    To be called from a `__torch_dispatch__`. There autocast is off: the dispatcher
+    passed it by on the way.
+    """
+    if not _is_autocasted(func):
+        return ()
+    with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+        return autocast_on()
+
+
+def refuse_autocast(
+    func: Any,
+    autocast: tuple[str, ...],
+    device: torch.device | None,
+    inputs: list[Tensor],
+    *,
+    inside: bool,
+) -> None:
+    """Refuse an operator that autocast would have given other inputs.
 
     Deferred tensors are on meta, where autocast does nothing.
+
+    Args:
+        func: The operator.
+        autocast: The types of device for which autocast is on.
+        device: Where the operator runs; None is the device of the replay, any.
+        inputs: Its tensor arguments.
+        inside: Whether the constructor is running.
 
     Raises:
         RecordError: If autocast knows the operator.
     """
-    if any(map(_inexact, inputs)) and _autocasts(func, device.type):
+    if device is not None:
+        autocast = tuple(each for each in autocast if each == device.type)
+    found = next((each for each in autocast if _autocasts(func, each)), None)
+    if found is not None and any(map(_inexact, inputs)):
+        first = "Leave it before `deferred_init`" if inside else "Materialize first"
         raise RecordError(
             f"`{func}` at {user_line()} is computed under autocast, which cannot be "
-            f"recorded: expected autocast to be off for {device.type}. Leave it before "
-            f'`deferred_init`, or put `torch.autocast("{device.type}", enabled=False)` '
-            "around that line"
+            f"recorded: expected autocast to be off for {found}. {first}, "
+            f'or put `torch.autocast("{found}", enabled=False)` around that line'
         )
+
+
+@functools.cache
+def _is_autocasted(func: Any) -> bool:
+    return any(_autocasts(func, each) for each in _AUTOCAST)
 
 
 @functools.cache
 def _autocasts(func: Any, device_type: str) -> bool:
     if func._schema.name in _INNER:
         return True
-    return device_type in _AUTOCAST and (
-        torch._C._dispatch_has_kernel_for_dispatch_key(
-            func.name(), _AUTOCAST[device_type]
-        )
+    return torch._C._dispatch_has_kernel_for_dispatch_key(
+        func.name(), _AUTOCAST[device_type]
     )
 
 

@@ -110,7 +110,7 @@ def _record(
         with Patches(), _Recorder(recording).modes():
             result = fn(*args, **kwargs)
     finally:
-        recording.active = recording.autocast = False
+        recording.active, recording.autocast = False, ()
         recording.watch.close()
         _restore_cuda(recording, seeds_queued)
         recording.watch = None

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 
+from deferred_init.record.ambient import autocast_on
 from deferred_init.record.append import Draw, append
 from deferred_init.record.capture import constant
 from deferred_init.record.mode import RecordOperations, tensors_in
@@ -34,7 +35,7 @@ class RecordFactories(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         recording = self.recording
-        recording.autocast = torch.is_autocast_enabled(recording.device.type)
+        recording.autocast = autocast_on()
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(self, func, args, kwargs or {})

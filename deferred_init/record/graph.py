@@ -28,8 +28,9 @@ class Recording:
         serial: Its place among all recordings, in the order in which they began.
         nodes: All nodes, in the recorded order. It only grows.
         active: Whether the constructor is still running.
-        autocast: Whether the call that it makes at present is under autocast. The
-            dispatcher switches that off before an operation is recorded.
+        autocast: The types of device for which autocast is on in the call that it
+            makes at present. The dispatcher switches that off before an operation is
+            recorded.
         cpu_start: State of the CPU's default generator when recording began.
         cuda_starts: States of CUDA generators then, by index, where CUDA was running.
         cpu_seen: State in which recording left the CPU's default generator.
@@ -53,7 +54,7 @@ class Recording:
         self.serial = next(_serials)
         self.nodes: list[Node] = []
         self.active = False
-        self.autocast = False
+        self.autocast: tuple[str, ...] = ()
         self.lock = threading.RLock()
         self.cpu_start: Tensor = torch.default_generator.get_state()
         self.cuda_starts: dict[int | None, Tensor] = {}

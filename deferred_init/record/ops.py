@@ -16,7 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.record.ambient import refuse_autocast, under_default_dtype
+from deferred_init.record.ambient import (
+    autocast_at_call,
+    refuse_autocast,
+    under_default_dtype,
+)
 from deferred_init.record.append import Draw, append
 from deferred_init.record.call import Call
 from deferred_init.record.graph import Recording
@@ -43,7 +47,7 @@ def dispatch(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     recording = _recording_in(args) or _recording_in(tuple(kwargs.values()))
     if recording is None:
         raise AssertionError("dispatched without a deferred tensor")
-    return record(recording, func, args, kwargs)
+    return record(recording, func, args, kwargs, autocast=autocast_at_call(func))
 
 
 def _recording_in(items: Any) -> Recording | None:
@@ -64,6 +68,8 @@ def record(
     args: Any,
     kwargs: dict[str, Any],
     place: Place | None = None,
+    *,
+    autocast: tuple[str, ...] = (),
 ) -> Any:
     """Record one dispatcher operation and return deferred results.
 
@@ -73,6 +79,8 @@ def record(
         args: Its positional arguments.
         kwargs: Its keyword arguments.
         place: Where a factory puts its result, if it is one.
+        autocast: The types of device for which autocast is on, if the constructor
+            has returned.
 
     Raises:
         RecordError: If it can be neither recorded nor computed early.
@@ -83,8 +91,9 @@ def record(
     with recording.lock, no_dispatch():
         call = Call(recording, args, kwargs, shapes_only=info.like)
         device = _device_of(call, place if info.has_device else None)
-        if recording.autocast:
-            refuse_autocast(func, device or recording.device, list(_tensors(call)))
+        if autocast := autocast or recording.autocast:
+            inside = recording.active
+            refuse_autocast(func, autocast, device, list(_tensors(call)), inside=inside)
         if info.reshapes:
             return reshape(call, info, func, args, device)
         if info.fills and isinstance(args[0], DeferredTensor):

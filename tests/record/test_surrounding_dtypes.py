@@ -130,6 +130,69 @@ def test_a_forward_under_autocast_is_refused_with_its_line(name: str) -> None:
         di.deferred_init(build)
 
 
+def _product(module: nn.Linear) -> torch.Tensor:
+    return module.weight @ module.weight
+
+
+LATER: dict[str, Callable[[nn.Linear], torch.Tensor]] = {
+    "forward": lambda m: m(torch.ones(2, 3)),
+    "product": _product,
+    "in a gradient": lambda m: (m.weight.detach() @ m.weight).sum(),
+    "attention": lambda m: nn.functional.scaled_dot_product_attention(
+        *(m.weight[None, None] for _ in range(3))
+    ),
+}
+
+
+@pytest.mark.parametrize("of", ["cpu", "cuda"])
+@pytest.mark.parametrize("name", LATER)
+def test_a_forward_of_a_recorded_model_under_autocast_is_refused_with_its_line(
+    name: str, of: str
+) -> None:
+    module = di.deferred_init(nn.Linear, 3, 3)
+    before = torch.is_autocast_enabled(of)
+    torch.set_autocast_enabled(of, True)  # a context would need a GPU for "cuda"
+    try:
+        with pytest.raises(
+            RecordError,
+            match=rf"test_surrounding_dtypes\.py:\d+ is comp.* off for {of}\. Mater",
+        ):
+            LATER[name](module)
+    finally:
+        torch.set_autocast_enabled(of, before)
+    di.materialize(module, "cpu", seed=0)
+    torch.manual_seed(0)
+    assert_equal(portrait(module), portrait(nn.Linear(3, 3)))
+
+
+def test_what_autocast_leaves_alone_is_recorded_under_it() -> None:
+    torch.manual_seed(0)
+    eager = nn.Linear(3, 3)
+    torch.manual_seed(0)
+    module = di.deferred_init(nn.Linear, 3, 3)
+    for each in (eager, module):
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.init.zeros_(each.bias)
+            each.scaled = each.weight.detach() * 2
+            with torch.autocast("cpu", enabled=False):
+                each.product = _product(each).detach()
+    di.materialize(module, "cpu")
+    assert_equal(portrait(module), portrait(eager))
+
+
+def test_autocast_of_another_device_than_that_of_the_tensors_does_not_count() -> None:
+    def build() -> torch.Tensor:
+        return torch.ones(2, 2, device="cpu")
+
+    made = di.deferred_init(build)  # on the CPU, wherever it is replayed
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        product = made @ made
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert torch.equal(di.materialize_tensor(product), torch.full((2, 2), 2.0))
+
+
 def test_a_constructor_without_such_a_forward_may_stand_under_autocast() -> None:
     torch.manual_seed(0)
     with torch.autocast("cpu", torch.bfloat16):
