@@ -35,6 +35,8 @@ Environment = dict[Value, "Tensor | Node | Promise"]
 _MAKES_MEMORY = frozenset(
     {torch.empty, torch.zeros, torch.ones, torch.full, torch.empty_strided}
 )
+# Arguments that are what they were recorded as, and most are.
+_REAL = frozenset({int, float, bool, type(None), torch.dtype})
 
 
 class Filling:
@@ -100,14 +102,15 @@ class Executor:
             call: What to call in place of the node's own function.
         """
         outs = node.outs
-        if isinstance(call, Filling) and not outs and _wait(node, call, env):
+        if not outs and isinstance(call, Filling) and _wait(node, call, env):
             pass
         elif len(outs) == 1 and outs[0] is not None and _can_wait(node):
             env[outs[0]] = node
         else:
             self._run_now(node, env, call)
-        for value in last.get(node.index, ()) if last else ():
-            env.pop(value, None)
+        if last and node.index in last:
+            for value in last[node.index]:
+                env.pop(value, None)
 
     def fetch(self, value: Value, env: Environment) -> Tensor:
         """Return a tensor at hand, with memory if it had to wait for some.
@@ -150,12 +153,13 @@ class Executor:
             # tensors at hand, for as long as somebody keeps the error.
             args = []
             for arg in node.args:
-                args.append(self._real(arg, env))
+                args.append(arg if type(arg) in _REAL else self._real(arg, env))
             if not node.kwargs:
                 return call(*args)
             kwargs = {}
             for name, arg in node.kwargs.items():
-                kwargs[name] = self._real(arg, env)
+                real = type(arg) in _REAL
+                kwargs[name] = arg if real else self._real(arg, env)
             return call(*args, **kwargs)
         except torch.OutOfMemoryError:
             raise
@@ -174,7 +178,7 @@ class Executor:
         if kind is tuple or kind is list:
             items = []
             for item in arg:
-                items.append(self._real(item, env))
+                items.append(item if type(item) in _REAL else self._real(item, env))
             return kind(items)
         if kind is Place:
             return arg.device or self.device

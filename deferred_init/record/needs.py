@@ -51,38 +51,41 @@ class _Walk:
             if out is not None and out in live:
                 return True
         contents = self.contents
-        return any(storage in contents for storage in node.writes)
+        for storage in node.writes:  # noqa: SIM110 - asked of every node
+            if storage in contents:
+                return True
+        return False
 
     def take(self, node: Node) -> list[Value]:
         """Note a needed node and return the values that it reads."""
-        used, needs = self._used, self.needs
+        needs = self.needs
         needs.nodes.append(node)
         overwritten = node.overwrites
-        if overwritten is not None and overwritten.covers_storage():
+        if overwritten is not None and _hides_writes(overwritten, node):
             self.contents.discard(overwritten.storage)
-        done = [out for out in node.outs if out is not None and out not in used]
-        used.update(done)
         reads = node.reads
         for value in reads:
-            if value not in used:
-                used.add(value)
-                done.append(value)
             self.live.add(value)
             if value is not overwritten:
                 self.contents.add(value.storage)
-        if done:
-            needs.last[node.index] = done
-        if self._pending:
-            self._note_ready(node, reads)
+        self._note_last([*(out for out in node.outs if out is not None), *reads], node)
         return reads
 
-    def _note_ready(self, node: Node, reads: list[Value]) -> None:
-        """Note the wanted values whose storage this node is the last to touch."""
-        touched = [*(out for out in node.outs if out is not None), *reads]
-        pop = self._pending.pop
-        final = [value for other in touched for value in pop(other.storage, ())]
-        if final:
-            self.needs.ready[node.index] = final
+    def _note_last(self, touched: list[Value], node: Node) -> None:
+        """Note what this node is the last to use, and whose storage to touch."""
+        used, pending = self._used, self._pending
+        done: list[Value] = []
+        ready: list[Value] = []
+        for value in touched:
+            if value not in used:
+                used.add(value)
+                done.append(value)
+            if value.storage in pending:
+                ready += pending.pop(value.storage)
+        if done:
+            self.needs.last[node.index] = done
+        if ready:
+            self.needs.ready[node.index] = ready
 
 
 def all_needs(recording: Recording, wanted: Collection[Value], end: int) -> Needs:
@@ -122,6 +125,15 @@ def needs_of(recording: Recording, wanted: Collection[Value], end: int) -> Needs
                     consider(index)
     walk.needs.nodes.reverse()
     return walk.needs
+
+
+def _hides_writes(overwritten: Value, node: Node) -> bool:
+    """Whether what was written to a storage before does not matter any more.
+
+    Nothing was, if the node is the first after the one that made the storage.
+    """
+    earlier = overwritten.storage.writers[:2]
+    return node.index not in earlier and overwritten.covers_storage()
 
 
 def _origins(value: Value, end: int) -> Iterator[int]:

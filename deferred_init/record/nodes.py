@@ -11,7 +11,7 @@ node that wrote to the storages of its values.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +31,6 @@ __all__ = [
     "Storage",
     "Stream",
     "Value",
-    "values_in",
 ]
 
 
@@ -220,9 +219,11 @@ class Node:
     @property
     def reads(self) -> list[Value]:
         """Every value among its arguments."""
+        found: list[Value] = []
+        _add_values(self.args, found)
         if self.kwargs:
-            return [*values_in(self.args), *values_in(tuple(self.kwargs.values()))]
-        return list(values_in(self.args))
+            _add_values(self.kwargs.values(), found)
+        return found
 
     @property
     def name(self) -> str:
@@ -288,10 +289,11 @@ def _nothing() -> None:
     """Do nothing; marks and generator events are handled by the replay."""
 
 
-def values_in(items: tuple[Any, ...] | list[Any]) -> Iterator[Value]:
-    """Yield the values in a nest of arguments."""
+def _add_values(items: Iterable[Any], found: list[Value]) -> None:
+    """Add the values in a nest of arguments."""
     for item in items:
-        if type(item) is Value:
-            yield item
-        elif type(item) is tuple or type(item) is list:
-            yield from values_in(item)
+        kind = type(item)
+        if kind is Value:
+            found.append(item)
+        elif kind is tuple or kind is list:
+            _add_values(item, found)

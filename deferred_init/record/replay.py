@@ -77,8 +77,6 @@ class Replay:
         self._found: dict[torch.Generator, Tensor] | None = None
         self._rewinds = Rewinds(recording)
 
-    # -- in the recorded order ------------------------------------------------------
-
     def run(
         self,
         upto: int | Mark | None = None,
@@ -111,7 +109,9 @@ class Replay:
                 if on_ready is not None:
                     for value in needs.ready.get(node.index, ()):
                         if on_filled is None or not self._given(value, on_filled):
-                            on_ready(value, self.take(value))
+                            tensor = self._executor.fetch(value, self._env)
+                            del self._env[value]
+                            on_ready(value, tensor)
         self._position = max(self._position, stop)
 
     def _given(self, value: Value, on_filled: OnFilled) -> bool:
@@ -198,7 +198,7 @@ class Replay:
             return
         if index in self._needed:
             if node.stream is not None:
-                self.free_scratch()  # not beside a tensor that may be as large
+                self._scratch.free()  # not beside a tensor that may be as large
             self._executor.run(node, self._env, needs.last)
         elif node.stream is not None:
             self.draw_only(node)
@@ -215,8 +215,6 @@ class Replay:
             self.generators.of(node.stream).manual_seed(answer)
             answer = None
         self._executor.run(node, env, needs.last, answer)
-
-    # -- one value alone ------------------------------------------------------------
 
     def value(self, value: Value, upto: int | None = None) -> Tensor:
         """Compute one value alone, whatever was computed before: the same bits.
