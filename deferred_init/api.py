@@ -16,6 +16,7 @@ from deferred_init.distributed.outcome import failures_told
 from deferred_init.errors import AuditError
 from deferred_init.garbage import full_collections_wait
 from deferred_init.handlers.ecosystems import load_handlers
+from deferred_init.model_arguments import as_models
 from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
 from deferred_init.pipeline import look, make_agreed_plan, run_plan
@@ -24,7 +25,6 @@ from deferred_init.report import Finding, Report
 from deferred_init.sources.layout import LayoutRule
 from deferred_init.summary import dtypes_asked_for, rebound_names, summarize
 from deferred_init.validate import (
-    as_models,
     as_optimizers,
     make_request,
     make_weights,

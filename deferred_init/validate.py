@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.distributed.fsdp2 import split_ties
@@ -21,7 +20,7 @@ from deferred_init.slots import Inventory, ModuleSite, SlotKind
 from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
 
-__all__ = ["as_models", "make_request", "make_weights", "resolve_device"]
+__all__ = ["as_optimizers", "make_request", "make_weights", "resolve_device"]
 __all__ += ["wrapper_problems"]
 
 _VERIFY = ("fast", "full")
@@ -35,20 +34,6 @@ _WRAP_AFTER = {
     ),
     "torch.jit._script.RecursiveScriptModule": "script it",
 }
-
-
-def as_models(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
-    """Return the models as a tuple.
-
-    Raises:
-        TypeError: If something in it is not an `nn.Module`.
-    """
-    models = (model,) if isinstance(model, nn.Module) else tuple(model)
-    wrong = [type(item).__name__ for item in models if not isinstance(item, nn.Module)]
-    if wrong or not models:
-        found = ", ".join(wrong) or "an empty sequence"
-        raise TypeError(f"expected an nn.Module or a sequence of them, got {found}")
-    return models
 
 
 def as_optimizers(optimizers: Optimizer | Iterable[Optimizer]) -> tuple[Optimizer, ...]:

@@ -10,6 +10,7 @@ one that the constructor left in the same place: same module object, same name.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,8 +28,13 @@ __all__ = [
 
 
 def remember_places(recording: Recording, result: Any) -> None:
-    """Note the value behind each parameter and buffer of the modules in a result."""
-    pending = [result]
+    """Note the value behind each parameter and buffer of the modules in a result.
+
+    Args:
+        recording: What was recorded.
+        result: A module, or containers and dataclasses of modules.
+    """
+    pending, opened = [result], set()
     while pending:
         item = pending.pop()
         if isinstance(item, nn.Module):
@@ -43,6 +49,11 @@ def remember_places(recording: Recording, result: Any) -> None:
             pending.extend(item)
         elif isinstance(item, dict):
             pending.extend(item.values())
+        elif dataclasses.is_dataclass(item) and id(item) not in opened:
+            opened.add(id(item))
+            pending.extend(
+                getattr(item, each.name, None) for each in dataclasses.fields(item)
+            )
 
 
 def move_places(old: nn.Module, new: nn.Module) -> None:

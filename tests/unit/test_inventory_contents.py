@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import logging
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
@@ -23,6 +25,23 @@ from tests.unit.healthy_models import HEALTHY
 class _Plain:
     def __init__(self, held: object) -> None:
         self.held = held
+
+
+class _InSlots:
+    __slots__ = ("held", "unset")
+
+    def __init__(self, held: object) -> None:
+        self.held = held
+
+
+class _InSlotsToo(_InSlots):
+    """Has a `__dict__` beside what its base keeps in slots."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Frozen:
+    number: int
+    held: object
 
 
 class _Text(str):
@@ -80,6 +99,10 @@ HOLDERS: dict[str, Callable[[object], object]] = {
     "a default dict": lambda held: collections.defaultdict(list, key=held),
     "a namespace": lambda held: types.SimpleNamespace(held=held),
     "a plain object": _Plain,
+    "an object with slots": _InSlots,
+    "an object with slots and a dict": _InSlotsToo,
+    "a dict beside slots": lambda held: _with_attribute(_InSlotsToo(1), [held]),
+    "a frozen dataclass with slots": lambda held: _Frozen(1, held),
     "a text with attributes": lambda held: _with_attribute(_Text("a"), held),
     "a mapping with methods of its own": _MakesItems,
     "a list with methods of its own": _MakesMembers,
@@ -129,6 +152,20 @@ def test_keys_have_names_of_their_own_and_weak_ones_are_left_to_who_holds_them()
     model.weak_tensors = WeakTensorKeyDictionary({torch.zeros(1): 1})
     names = [slot.fqn for slot in take_inventory([model]).slots]
     assert names == ["weight", "table['a']", "table.keys()[2]"]
+
+
+@pytest.mark.parametrize("kind", [_InSlots, _InSlotsToo, partial(_Frozen, 1)])
+def test_a_place_in_an_object_with_slots_can_be_read_and_written(
+    kind: Callable[[object], Any],
+) -> None:
+    model, before, after = nn.Module(), torch.zeros(1), torch.ones(1)
+    model.outer = kind(before)
+    (slot,) = take_inventory([model]).slots
+    assert slot.fqn == "outer.held"
+    assert slot.read() is before
+    slot.write(after)
+    assert model.outer.held is after
+    assert slot.read() is after
 
 
 def test_circles_and_loggers_lead_nowhere() -> None:
