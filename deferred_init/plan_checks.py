@@ -78,8 +78,9 @@ def unallocatable(inventory: Inventory, request: Request) -> list[str]:
         if allocator is None:
             problems.append(
                 f"{slot.describe()} is a `{type(slot.tensor).__name__}`, a tensor "
-                "subclass that no allocator claims: materialize the model before "
-                "its parameters are converted, or build it inside `deferred_init`"
+                "subclass that no allocator claims: expected a parameter that is "
+                "not converted yet. Call `materialize` first, then convert "
+                "(quantize) the model"
             )
         elif (reason := allocator.problem(slot.tensor, request)) is not None:
             problems.append(f"{slot.describe()} {reason}")

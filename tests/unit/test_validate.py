@@ -100,6 +100,7 @@ def test_a_tensor_subclass_that_nobody_claims_is_refused_by_name() -> None:
     with pytest.raises(di.PlanError, match=r"`weight`.*is a `Wrapped`") as caught:
         di.materialize(model, "cpu")
     assert "no allocator claims" in str(caught.value)
+    assert "Call `materialize` first, then convert" in str(caught.value)
 
 
 @pytest.mark.parametrize(
