@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["LAST", "Claim", "Order", "Request", "Step"]
 
+T = TypeVar("T")
 Order = tuple[int, int]
 LAST: Order = (2**62, 0)
 """Sorts after everything, whether its place is known or not."""
@@ -57,6 +58,16 @@ class Request:
     draws_unneeded: bool = True
     roots: tuple[ModuleSite, ...] = ()
     compute_capability: tuple[int, int] | None = None
+    _made: dict[Hashable, Any] = field(
+        init=False, default_factory=dict, compare=False, repr=False
+    )
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """Make something that all modules share, when it is first needed."""
+        if key not in self._made:
+            self._made[key] = make()
+        found: T = self._made[key]
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

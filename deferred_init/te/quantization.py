@@ -43,6 +43,7 @@ class Choice:
         own: Whether the recipe is the one that the module was built with.
         keep_high_precision: Keep the values from before quantization on the host.
         inference: Row-wise data only.
+        spec: What is known of the recipe; None if it is none of TE's.
     """
 
     quantized: bool
@@ -51,6 +52,19 @@ class Choice:
     own: bool
     keep_high_precision: bool
     inference: bool
+    spec: TERecipeSpec | None = None
+
+    @property
+    def representation(self) -> Representation | None:
+        """How weights are stored; None if they are dense, or nobody knows."""
+        if not self.quantized or self.spec is None:
+            return None
+        return Representation(
+            te_recipe=self.spec.name,
+            kind=self.spec.kind,
+            columnwise=not self.inference,
+            block_dim=getattr(self.te_recipe, "w_block_scaling_dim", 2),
+        )
 
     def grad_mode(self) -> AbstractContextManager[None]:
         """The grad mode to run TE's own code in.
@@ -80,15 +94,25 @@ def choose(
     quantized = built or (recipe is not None and recipe.quantize_weights)
     if recipe is not None and quantized and _excluded(fqn, recipe):
         quantized = False
-    return Choice(
-        quantized=quantized,
-        built_quantized=built,
-        te_recipe=recipe.make_te_recipe() if asked and quantized else own_recipe,
-        own=not asked,
-        keep_high_precision=keeps
-        or (recipe is not None and recipe.keep_high_precision_init),
-        inference=recipe is not None and recipe.inference,
-    )
+    te_recipe = own_recipe
+    if asked and quantized:  # one for all, as inside TE's `quantized_model_init`
+        te_recipe = request.once("te_recipe", recipe.make_te_recipe)
+
+    def make() -> Choice:
+        known = is_te_recipe(te_recipe)
+        return Choice(
+            quantized=quantized,
+            built_quantized=built,
+            te_recipe=te_recipe,
+            own=not asked,
+            keep_high_precision=keeps
+            or (recipe is not None and recipe.keep_high_precision_init),
+            inference=recipe is not None and recipe.inference,
+            spec=TERecipeSpec.from_te_recipe(te_recipe) if known else None,
+        )
+
+    # The choice keeps the recipe, so that its id stays its own.
+    return request.once((Choice, quantized, built, keeps, id(te_recipe)), make)
 
 
 def _excluded(fqn: str, recipe: Any) -> bool:
@@ -115,10 +139,9 @@ def problems_with(
             "(a forward outside of `autocast` drops it): pass `recipe=`",
         )
     found = []
-    capability = _capability(request)
-    if capability is not None and is_te_recipe(choice.te_recipe):
-        spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
-        reason = spec.unsupported_reason(capability)
+    capability = request.once(_capability, lambda: _capability(request))
+    if capability is not None and choice.spec is not None:
+        reason = choice.spec.unsupported_reason(capability)
         if reason is not None:
             found.append(
                 f"{label} cannot store quantized weights on {_gpu_name(request)}: "
@@ -131,10 +154,7 @@ def problems_with(
 
 def _shard_problem(choice: Choice, label: str) -> Iterator[str]:
     """Say why weights that are sharded already cannot become quantized shards."""
-    spec = None
-    if is_te_recipe(choice.te_recipe):
-        spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
-    if spec is None or spec.kind not in _KINDS_OF_SHARDS:
+    if choice.spec is None or choice.spec.kind not in _KINDS_OF_SHARDS:
         name = type(choice.te_recipe).__name__
         yield (
             f"{label} stores its weights quantized by `{name}` and is sharded already, "
@@ -147,9 +167,9 @@ def stored_as(
     choice: Choice, slots: Iterable[Slot]
 ) -> tuple[tuple[Slot, Representation], ...]:
     """Say how the weights of a module are stored, for plans; empty if dense."""
-    if not (choice.quantized and is_te_recipe(choice.te_recipe)):
+    how = choice.representation
+    if how is None:
         return ()
-    how = _representation(choice)
     if how.kind == "block":  # kept in high precision, see te/sharded.py
         slots = [slot for slot in slots if not is_sharded(slot.tensor)]
     return tuple((slot, how) for slot in slots)
@@ -157,24 +177,12 @@ def stored_as(
 
 def whole_bytes(choice: Choice, weights: Iterable[Tensor]) -> int:
     """Bytes of weights in full, stored quantized; as they are where that is unknown."""
-    how = None
-    if is_te_recipe(choice.te_recipe):
-        how = _representation(choice)
+    how = choice.representation
     total = 0
     for weight in weights:
         stored = how.num_bytes(tuple(weight.shape)) if how else None
         total += weight.numel() * weight.element_size() if stored is None else stored
     return total
-
-
-def _representation(choice: Choice) -> Representation:
-    spec = TERecipeSpec.from_te_recipe(choice.te_recipe)
-    return Representation(
-        te_recipe=spec.name,
-        kind=spec.kind,
-        columnwise=not choice.inference,
-        block_dim=getattr(choice.te_recipe, "w_block_scaling_dim", 2),
-    )
 
 
 def _capability(request: Request) -> tuple[int, int] | None:
