@@ -17,6 +17,7 @@ from deferred_init.distributed.outcome import (
 )
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.fast.policy import Fast
+from deferred_init.garbage import young_collections_go_on
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.handlers.protocol import Request
@@ -107,6 +108,7 @@ def run_plan(
     with all_or_nothing(workspace, generators):
         with (
             finish_together(inventory, request),
+            young_collections_go_on(),
             progress_bar(the_plan, progress) as on_step,
         ):
             execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
