@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deferred_init.aliases import byte_span, storage_key
+from deferred_init.dispatch import DispatchMode
 from deferred_init.silent_writes import is_silent_write
 
 __all__ = ["WriteWatch"]
@@ -27,7 +27,7 @@ _RAW = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
 _RAW_ALL = _RAW | {"new_empty_strided", "empty_permuted"}
 
 
-class WriteWatch(TorchDispatchMode):
+class WriteWatch(DispatchMode):
     """A mode that notes which storages operations write to, fill, or leave raw.
 
     Keys are those of `storage_key`. Tensors seen are kept alive for as long as the
@@ -35,7 +35,7 @@ class WriteWatch(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.written: set[int] = set()
         self._raw: set[int] = set()
         self._spans: dict[int, list[tuple[int, int]]] = {}

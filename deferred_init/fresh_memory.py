@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from deferred_init.dispatch import DispatchMode
 from deferred_init.poison import fill_poison
 
 __all__ = ["PoisonedMemory"]
@@ -17,7 +17,7 @@ _RAW = frozenset(
 )
 
 
-class PoisonedMemory(TorchDispatchMode):
+class PoisonedMemory(DispatchMode):
     """A mode in which `torch.empty` and its kin return poison.
 
     With `verify="full"` constructors run under it, as fresh memory of the workspace is
@@ -25,7 +25,7 @@ class PoisonedMemory(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from deferred_init.aliases import storage_key
+from deferred_init.dispatch import DispatchMode
 from deferred_init.handlers.protocol import Step
 from deferred_init.tensor_names import TensorNames
 
@@ -117,7 +117,7 @@ class ByName:
             yield
 
 
-class NamedDraws(TorchDispatchMode):
+class NamedDraws(DispatchMode):
     """Finds out which tensor a random operation is for, and seeds it by name.
 
     A tensor that is made like a claimed one without memory, to be filled in its place,
@@ -133,7 +133,7 @@ class NamedDraws(TorchDispatchMode):
     def __init__(
         self, seed: int, device: torch.device, step: Step, names: TensorNames
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.seed = seed
         self._device = device
         self._names = names

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from deferred_init.dispatch import DispatchMode
 
 __all__ = ["PROMISED", "Contents", "Uses"]
 
@@ -71,7 +72,7 @@ class Uses(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class Contents(TorchDispatchMode):
+class Contents(DispatchMode):
     """Tells which contents an operation is going to need.
 
     Args:
@@ -85,7 +86,7 @@ class Contents(TorchDispatchMode):
         absent: Mapping[int, Any],
         touch: Callable[[Tensor | None, list[Tensor]], None],
     ) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._absent = absent
         self._touch = touch
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -19,6 +20,13 @@ __all__ = ["Tuning", "fill_with_triton"]
 
 # The interpreter, which runs kernels on a CPU for tests, has no approximations.
 _INTERPRETED = bool(triton.knobs.runtime.interpret)
+_ALIGNMENT = 16
+# [Note: Kernels launched without a look at their arguments]
+# Triton looks at all arguments of a launch, to find the kernel that is compiled for
+# their kinds, which takes the host longer than the GPU takes for 100 MB. So what it
+# found is kept under all that it looks at, and launched directly.
+_compiled: dict[Any, Any] = {}
+_MAX_COMPILED = 256
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,44 +65,66 @@ def fill_with_triton(
         return
     tuning = tuning or Tuning()
     per_block = tuning.block * (4 if window.aligned else 1)
-    grid = (-(-window.numel // per_block),)
+    grid = (-(-window.numel // per_block), 1, 1)
+    how = distribution, out.dtype, window.rows > 1, window.aligned, tuning
+    sizes = window.numel, window.start, window.length, window.stride
+    arguments = (out, *sizes, *map(_signed, key), *_constants(*how).values())
+    aligned = out.data_ptr() % _ALIGNMENT == 0
+    kind = (how, out.device, aligned, *map(_specialized, sizes))
     with _on(out.device):
-        fill_kernel[grid](
-            out,
-            window.numel,
-            window.start,
-            window.length,
-            window.stride,
-            *(_signed(word) for word in key),
-            **_parameters(distribution, out.dtype),
-            ROWS=window.rows > 1,
-            ALIGNED=window.aligned,
-            BLOCK=tuning.block,
-            ROUNDS=tuning.rounds,
-            EXACT=_INTERPRETED,
+        compiled = _compiled.get(kind)
+        if compiled is not None:
+            compiled[grid](*arguments)
+            return
+        compiled = fill_kernel[grid](
+            *arguments,
             num_warps=tuning.num_warps,
             # A fused multiply-add would round once where torch rounds twice.
             enable_fp_fusion=False,
         )
+        if not _INTERPRETED:
+            if len(_compiled) >= _MAX_COMPILED:
+                _compiled.clear()
+            _compiled[kind] = compiled
 
 
-def _on(device: torch.device) -> Any:
-    return torch.cuda.device(device) if device.type == "cuda" else torch.no_grad()
+def _specialized(size: int) -> tuple[bool, bool, bool]:
+    """What Triton compiles a kernel anew for, of an integer."""
+    return size == 1, size % _ALIGNMENT == 0, size < 1 << 31
 
 
 @lru_cache(maxsize=256)
+def _constants(
+    distribution: Distribution,
+    dtype: torch.dtype,
+    has_rows: bool,
+    aligned: bool,
+    tuning: Tuning,
+) -> dict[str, Any]:
+    """Return what does not depend on the stream, in the order of the kernel's."""
+    return _parameters(distribution, dtype) | {
+        "ROWS": has_rows,
+        "ALIGNED": aligned,
+        "BLOCK": tuning.block,
+        "ROUNDS": tuning.rounds,
+        "EXACT": _INTERPRETED,
+    }
+
+
+def _on(device: torch.device) -> Any:
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 def _parameters(distribution: Distribution, dtype: torch.dtype) -> dict[str, Any]:
     """Return the constants of a distribution, by the kernel's names."""
     found: dict[str, Any] = {
         "mean": 0.0, "spread": 0.0, "split": 0, "below": 0.0, "below_step": 0.0,
-        "above": 0.0, "above_step": 0.0, "least": 0.0, "greatest": 0.0,
+        "above": 0.0, "above_step": 0.0, "least": 0.0, "greatest": 0.0, "KIND": 0,
     }  # fmt: skip
     if isinstance(distribution, Normal):
-        return found | {
-            "mean": distribution.mean,
-            "spread": distribution.std,
-            "KIND": 0,
-        }
+        return found | {"mean": distribution.mean, "spread": distribution.std}
     found["least"], found["greatest"] = distribution.bounds(dtype)
     if isinstance(distribution, Uniform):
         step = (distribution.high - distribution.low) * 2.0**-32

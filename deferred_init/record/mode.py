@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from deferred_init.dispatch import DispatchMode
 from deferred_init.record import ops
 from deferred_init.record.capture import constant
 from deferred_init.record.graph import Recording
@@ -29,17 +29,18 @@ __all__ = ["RecordOperations", "tensors_in"]
 _META = torch.device("meta")
 
 
-class RecordOperations(TorchDispatchMode):
+class RecordOperations(DispatchMode):
     """Records every operation that makes or touches a deferred tensor."""
 
     def __init__(self, recording: Recording) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self.recording = recording
         self.place: Place | None = None
 
-    def _dispatch(
+    def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Record an operation, or run it."""
         # Operators called by name go through function modes too: not from here.
         with torch._C.DisableTorchFunction():
             return self._handle(func, types, args, kwargs or {})
@@ -115,11 +116,6 @@ class RecordOperations(TorchDispatchMode):
     def default_place(self) -> torch.device | None:
         """Return the place that a factory without a device argument uses."""
         return None if self.place is None else self.place.device
-
-
-# Set after the class is made: torch wraps a method of this name found in the class
-# body so that its first call imports `torch._dynamo`, which takes seconds.
-RecordOperations.__torch_dispatch__ = RecordOperations._dispatch  # type: ignore[assignment,method-assign]
 
 
 def tensors_in(items: Any) -> list[Tensor]:
