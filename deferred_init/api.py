@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.distributed.outcome import failures_told
 from deferred_init.errors import AuditError
-from deferred_init.garbage import full_collections_wait
+from deferred_init.garbage import full_collections_wait, young_collections_wait
 from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.model_arguments import as_models
 from deferred_init.one_at_a_time import one_at_a_time
@@ -146,11 +146,15 @@ def materialize(
         wanted = make_weights(weights, names, missing, unexpected)
         inventory = look(models)
     the_plan = make_agreed_plan(inventory, request, opts, wanted)
-    with failures_told(models, "`materialize`", broadcast_from):
+    with (
+        failures_told(models, "`materialize`", broadcast_from),
+        young_collections_wait(),
+    ):
         before = take_snapshot(models, optimizers=opts, holders=held)
     planned = time.perf_counter()
     seconds = {"plan": planned - started}
 
+    @young_collections_wait()
     def prove(workspace: ExecutionWorkspace) -> list[Finding]:
         seconds["execute"] = time.perf_counter() - planned
         return run_audit(

@@ -14,7 +14,7 @@ class DispatchMode(TorchDispatchMode):
 
     torch wraps `__torch_dispatch__` of a subclass so that no compiled code traces into
     it: the first operation imports `torch._dynamo`, which takes from half a second up,
-    and each takes ten microseconds more. Init functions are not compiled.
+    and each takes longer. Init functions are not compiled.
     """
 
     def __init_subclass__(cls, **kwargs: Any) -> None:

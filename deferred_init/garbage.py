@@ -10,9 +10,9 @@ more where libraries have callbacks in `gc.callbacks`.
 Naive attempt: `gc.disable()`. But cycles that init code makes may hold tensors, and
 those should not pile up on the device.
 
-Design: only thresholds are raised. Full collections wait until the work is done; young
-objects are looked at as usual while init code runs, which is what frees short-lived
-cycles, and seldom otherwise.
+Design: only thresholds are raised. Full collections wait until the work is done. Young
+objects are looked at as often as the user wants while init code runs, which is what
+frees short-lived cycles, and seldom while a model is only looked at.
 
 Shortcoming: Python 3.14 has no third threshold, and collects in small increments.
 """
@@ -23,31 +23,33 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-__all__ = ["full_collections_wait", "young_collections_go_on"]
+__all__ = ["full_collections_wait", "young_collections_wait"]
 
 _NEVER = 1 << 30
 _SELDOM = 50_000
 """New objects between collections of young ones, where no tensors are made."""
-_OFTEN = 700
-"""The same where init code runs; Python's own, long used number."""
 
 
 @contextmanager
 def full_collections_wait() -> Iterator[None]:
-    """Let the body run without a full garbage collection, and with few young ones."""
-    before = young, middle, _ = gc.get_threshold()
-    gc.set_threshold(young and max(young, _SELDOM), middle, _NEVER)
-    try:
+    """Let the body run without a full garbage collection; young ones go on."""
+    young, middle, _ = gc.get_threshold()
+    with _thresholds(young, middle, _NEVER):
         yield
-    finally:
-        gc.set_threshold(*before)
 
 
 @contextmanager
-def young_collections_go_on() -> Iterator[None]:
-    """Let cycles that the body makes be collected soon, with the tensors in them."""
-    before = young, middle, old = gc.get_threshold()
-    gc.set_threshold(young and min(young, _OFTEN), middle, old)
+def young_collections_wait() -> Iterator[None]:
+    """Let the body, which makes no tensors, run with few collections of young ones."""
+    young, middle, old = gc.get_threshold()
+    with _thresholds(young and max(young, _SELDOM), middle, old):  # 0 is none at all
+        yield
+
+
+@contextmanager
+def _thresholds(young: int, middle: int, old: int) -> Iterator[None]:
+    before = gc.get_threshold()
+    gc.set_threshold(young, middle, old)
     try:
         yield
     finally:

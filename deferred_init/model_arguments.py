@@ -23,7 +23,7 @@ def as_models(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
     """
     if isinstance(model, nn.Module):
         return (model,)
-    several = isinstance(model, Iterable) and not isinstance(model, Mapping)
+    several = isinstance(model, Iterable) and not isinstance(model, (Mapping, str))
     models: tuple[Any, ...] = tuple(model) if several else (model,)
     wrong = [item for item in models if not isinstance(item, nn.Module)]
     if wrong or not models:

@@ -17,7 +17,7 @@ from deferred_init.distributed.outcome import (
 )
 from deferred_init.execute import Execution, all_or_nothing, run_steps
 from deferred_init.fast.policy import Fast
-from deferred_init.garbage import young_collections_go_on
+from deferred_init.garbage import young_collections_wait
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.handlers.protocol import Request
@@ -32,19 +32,21 @@ from deferred_init.progress import progress_bar
 from deferred_init.report import Finding
 from deferred_init.rng import BY_NAME, ByName, Eager, GeneratorSnapshot, seed_all
 from deferred_init.slots import Inventory
-from deferred_init.tensor_names import TensorNames
+from deferred_init.tensor_names import names_for
 from deferred_init.validate import wrapper_problems
 from deferred_init.workspace import ExecutionWorkspace
 
 __all__ = ["look", "make_agreed_plan", "run_plan"]
 
 
+@young_collections_wait()
 def look(models: tuple[nn.Module, ...]) -> Inventory:
     """Take the inventory, with the handlers of every ecosystem in use loaded."""
     load_handlers()
     return take_inventory(models)
 
 
+@young_collections_wait()
 def make_agreed_plan(
     inventory: Inventory,
     request: Request,
@@ -108,7 +110,6 @@ def run_plan(
     with all_or_nothing(workspace, generators):
         with (
             finish_together(inventory, request),
-            young_collections_go_on(),
             progress_bar(the_plan, progress) as on_step,
         ):
             execution = run_steps(the_plan, workspace, _policy(the_plan), on_step)
@@ -143,9 +144,7 @@ def _policy(the_plan: Plan) -> Eager | ByName:
     if request.rng in BY_NAME:
         assert request.seed is not None, "checked by make_request"
         policy = Fast if request.rng == "fast" else ByName
-        return policy(
-            request.seed, request.device, TensorNames(the_plan.inventory.roots)
-        )
+        return policy(request.seed, request.device, names_for(request))
     if request.seed is not None and the_plan.steps:
         seed_all(request.seed, request.device)
     return Eager()

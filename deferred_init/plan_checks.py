@@ -13,7 +13,7 @@ from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.rebind import swap_obstacle
 from deferred_init.slots import Inventory, Slot, SlotKind
-from deferred_init.tensor_names import TensorNames
+from deferred_init.tensor_names import names_for
 
 __all__ = [
     "left_behind",
@@ -108,9 +108,9 @@ def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
     ]
 
 
-def name_collisions(inventory: Inventory, policy: str) -> list[str]:
+def name_collisions(inventory: Inventory, request: Request) -> list[str]:
     """Name tensors that a policy could not tell apart, which goes by names."""
-    known = TensorNames(inventory.roots)
+    known = names_for(request)
     names: dict[str, int] = {}
     clashes: list[str] = []
     for slot in inventory.deferred:
@@ -121,8 +121,8 @@ def name_collisions(inventory: Inventory, policy: str) -> list[str]:
         return []
     return [
         f"{len(clashes)} names stand for two different tensors each under "
-        f'rng="{policy}", which would give both the same values: {listing(clashes)}. '
-        "Materialize these models one by one with different seeds"
+        f'rng="{request.rng}", which would give both the same values: '
+        f"{listing(clashes)}. Materialize these models one by one with different seeds"
     ]
 
 

@@ -74,7 +74,7 @@ def make_plan(
     problems += unallocatable(inventory, request)
     problems += misfit_shards(inventory, (claim for _, _, claim in claims.found))
     if request.rng in BY_NAME:
-        problems += name_collisions(inventory, request.rng)
+        problems += name_collisions(inventory, request)
     if problems:
         raise PlanError(_message(problems), problems)
     steps = ordered_steps(claims.found, inventory, request)

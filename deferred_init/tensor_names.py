@@ -11,9 +11,10 @@ from collections.abc import Sequence
 
 from torch import nn
 
+from deferred_init.handlers.claims import Request
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["TensorNames", "canonical_name"]
+__all__ = ["TensorNames", "canonical_name", "names_for"]
 
 _REGISTERED = frozenset({SlotKind.PARAMETER, SlotKind.BUFFER})
 _WRAPPERS = frozenset(
@@ -63,6 +64,11 @@ class TensorNames:
 
     def _is_registered(self, slot: Slot) -> bool:
         return slot.kind in _REGISTERED and id(slot.owner) in self._modules
+
+
+def names_for(request: Request) -> TensorNames:
+    """Return the names in the models of a call, which are looked up once."""
+    return request.once(TensorNames, lambda: TensorNames(request.roots))
 
 
 def canonical_name(fqn: str) -> str:

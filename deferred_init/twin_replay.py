@@ -16,7 +16,7 @@ from deferred_init.handlers.protocol import Workspace
 from deferred_init.named_seeds import draws_by_name
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Slot
-from deferred_init.tensor_names import TensorNames
+from deferred_init.tensor_names import names_for
 
 __all__ = ["replay_twin"]
 
@@ -52,7 +52,7 @@ def replay_twin(
     for recording, values in _by_recording(slots).items():
         seeds: record.BeforeRandom | None = None
         if request.rng in BY_NAME:
-            known = TensorNames(request.roots)
+            known = names_for(request)
             names = {value: known.of(slots[value][0]) for value in values}
             seeds = draws_by_name(recording, names, request.seed, request.rng)
         elif not request.draws_unneeded:

@@ -24,7 +24,8 @@ _ALIGNMENT = 16
 # [Note: Kernels launched without a look at their arguments]
 # Triton looks at all arguments of a launch, to find the kernel that is compiled for
 # their kinds, which takes the host longer than the GPU takes for 100 MB. So what it
-# found is kept under all that it looks at, and launched directly.
+# found is kept under all that it looks at, and launched directly. Of numbers with a
+# fraction, and of those that `do_not_specialize` names, it looks at the type alone.
 _compiled: dict[Any, Any] = {}
 _MAX_COMPILED = 256
 
@@ -66,11 +67,12 @@ def fill_with_triton(
     tuning = tuning or Tuning()
     per_block = tuning.block * (4 if window.aligned else 1)
     grid = (-(-window.numel // per_block), 1, 1)
-    how = distribution, out.dtype, window.rows > 1, window.aligned, tuning
+    cut = out.dtype, window.rows > 1, window.aligned, tuning
     sizes = window.numel, window.start, window.length, window.stride
-    arguments = (out, *sizes, *map(_signed, key), *_constants(*how).values())
+    constants = _constants(distribution, *cut)
+    arguments = (out, *sizes, *map(_signed, key), *constants.values())
     aligned = out.data_ptr() % _ALIGNMENT == 0
-    kind = (how, out.device, aligned, *map(_specialized, sizes))
+    kind = (constants["KIND"], *cut, out.device, aligned, *map(_specialized, sizes))
     with _on(out.device):
         compiled = _compiled.get(kind)
         if compiled is not None:

@@ -26,7 +26,7 @@ from deferred_init.record import (
 )
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Slot
-from deferred_init.tensor_names import TensorNames
+from deferred_init.tensor_names import names_for
 
 __all__ = ["Replays", "known_value", "recorded_value"]
 
@@ -99,7 +99,7 @@ class Replays:
             self._workspace.on_undo(recording.start_from_here(self._device))
         before_random: BeforeRandom | None = None
         if self._request.rng in BY_NAME:
-            known = TensorNames(self._request.roots)
+            known = names_for(self._request)
             names = {known_value(slot): known.of(slot) for slot in slots}
             before_random = draws_by_name(
                 recording, names, self._request.seed, self._request.rng

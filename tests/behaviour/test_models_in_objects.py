@@ -102,5 +102,7 @@ def test_modules_in_a_dict_are_named_up_to_ten() -> None:
 
 @pytest.mark.parametrize("given", [None, 3, object(), "name"])
 def test_what_holds_no_modules_is_named_by_its_class(given: Any) -> None:
-    with pytest.raises(TypeError, match=r"expected an nn\.Module or a sequence"):
+    kind = type(given).__name__
+    text = rf"expected an nn\.Module or a sequence of them, got {kind}$"
+    with pytest.raises(TypeError, match=text):
         di.materialize(given, "cpu")

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import deferred_init as di
+from deferred_init.tensor_names import TensorNames
 
 POLICIES = ["by_name", "fast"]
 
@@ -122,6 +123,23 @@ def test_the_registered_name_of_a_tensor_counts(rng: str, kind: str, held: str) 
     assert _values(kept).keys() == expected.keys()
     for name, value in _values(kept).items():
         assert torch.equal(value, expected[name]), name
+
+
+@pytest.mark.parametrize("rng", POLICIES)
+def test_names_are_looked_up_once_for_many_recordings(
+    rng: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once for each would be work by the square of their number."""
+    looked, look = [], TensorNames.__init__
+
+    def counted(self: TensorNames, roots: Any) -> None:
+        looked.append(roots)
+        look(self, roots)
+
+    monkeypatch.setattr(TensorNames, "__init__", counted)
+    model = nn.Sequential(*(di.deferred_init(nn.Linear, 2, 2) for _ in range(5)))
+    di.materialize(model, "cpu", seed=5, rng=rng)
+    assert len(looked) == 1
 
 
 @pytest.mark.parametrize("rng", POLICIES)

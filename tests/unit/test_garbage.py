@@ -58,7 +58,7 @@ def test_thresholds_are_put_back(before: tuple[int, int, int]) -> None:
     di.materialize(model, "cpu", seed=0, progress=False)
     assert gc.get_threshold() == before
     young, _, old = seen[-1]
-    assert young == min(before[0], 700)  # none where collections are off
+    assert young == before[0]
     assert old > 1_000_000
 
     broken = Looking(2, 2, device="meta")
