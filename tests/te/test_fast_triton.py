@@ -49,3 +49,22 @@ def test_the_kernel_agrees_with_torch_interpreted(
 ) -> None:
     printed = run_script("-c", SCRIPT, environment={"TRITON_INTERPRET": "1"})
     assert printed.split() == ["agreed", "60"]
+
+
+def test_kernels_are_kept_under_all_that_triton_compiles_them_for() -> None:
+    """Else one that was compiled for other arguments would be launched."""
+    from triton._C.libtriton import native_specialize_impl
+    from triton.backends.nvidia.compiler import CUDABackend
+
+    from deferred_init.fast.triton_fill import _specialized
+
+    def kind(value: float) -> object:
+        return native_specialize_impl(CUDABackend, value, False, True, True)
+
+    # What a distribution is made of does not count, of whatever size.
+    assert len({kind(value) for value in (0.0, 1.0, 16.0, -2.5, 1e-40, 3e38)}) == 1
+    sizes = (1, 2, 4, 15, 16, 17, 4096, (1 << 31) - 1, 1 << 31, (1 << 31) + 1, 1 << 40)
+    for one in sizes:
+        for other in sizes:
+            if kind(one) != kind(other):
+                assert _specialized(one) != _specialized(other), (one, other)
