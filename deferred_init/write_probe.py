@@ -32,6 +32,8 @@ __all__ = ["Names", "ProbeError", "Writes", "likeness", "probe_writes", "stand_i
 _MAX_DEPTH = 8
 Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
 _INTERNALS = frozenset(vars(nn.Module()))
+_REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
+_PLAIN = frozenset({int, float, str, bool, type(None)})
 
 
 class ProbeError(Exception):
@@ -73,20 +75,20 @@ def likeness(site: ModuleSite) -> Hashable | None:
     None where that cannot be told: for modules with children, or with attributes
     other than numbers, strings and tensors of their own.
     """
-    module = site.module
     if site.children or len({id(s.tensor) for s in site.slots}) != len(site.slots):
+        return None
+    held = vars(site.module).items()
+    values = tuple([(k, type(v), v) for k, v in held if k not in _INTERNALS])
+    if not _PLAIN.issuperset([kind for _, kind, _ in values]):
         return None
     slots: list[Any] = []
     for slot in site.slots:
-        one = slot.tensor
-        if slot.kind not in (SlotKind.PARAMETER, SlotKind.BUFFER):
+        if slot.kind not in _REGISTERED:
             return None
-        slots.append((slot.name, type(one), one.size(), one.stride(), one.dtype))
-        slots.append((slot.deferred, one.requires_grad, one.storage_offset()))
-    values = [(k, v) for k, v in vars(module).items() if k not in _INTERNALS]
-    if not all(type(v) in (int, float, str, bool, type(None)) for _, v in values):
-        return None
-    return (type(module), tuple(slots), tuple((k, type(v), v) for k, v in values))
+        one = slot.tensor
+        slots += (slot.name, type(one), one.size(), one.stride(), one.dtype)
+        slots += (slot.deferred, one.requires_grad, one.storage_offset())
+    return (type(site.module), tuple(slots), values)
 
 
 def probe_writes(site: ModuleSite, call: Callable[[nn.Module], object]) -> Writes:

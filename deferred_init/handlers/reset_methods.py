@@ -25,6 +25,7 @@ from torch import nn
 
 from deferred_init.constructor_code import calls_with_arguments
 from deferred_init.constructor_names import (
+    by_type,
     calls_of,
     calls_twice,
     draws_of,
@@ -105,10 +106,8 @@ class ResetMethods:
             return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
         if not writes.filled and not writes.touched:
             return _only_hints(module)
-        self._below.pop(module, None)
-        below = _Below.of(module, writes)
-        if below.real or below.written:
-            self._below[module] = below
+        if site.children:
+            self._below[module] = _Below.of(module, writes)
         return Claim(
             slots=writes.filled,
             rewrites=writes.touched,
@@ -134,7 +133,7 @@ class ResetMethods:
         if not step.claim.slots and not step.claim.rewrites:
             return
         calls, _ = _calls(module)
-        below = self._below.get(module)
+        below = self._below[module] if step.site.children else None
         aside = below.not_for(step.claim) if below else ()
         with set_aside(aside) if aside else nullcontext(), workspace.filling(step):
             _run_all(module, calls)
@@ -142,11 +141,19 @@ class ResetMethods:
 
 def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
     """The methods to run; `self.apply(self._init_weights)` counts as one."""
-    names, certain = init_methods(type(module))
-    if _is_run_elsewhere(type(module)):
+    kind = type(module)
+    return _calls_of(kind, _HOOK in vars(module), _is_run_elsewhere(kind))
+
+
+@by_type
+def _calls_of(
+    module_type: type, own_hook: bool, run_elsewhere: bool
+) -> tuple[tuple[str, ...], bool]:
+    names, certain = init_methods(module_type)
+    if run_elsewhere:
         names = tuple(name for name in names if name != _RESET)
-    used = calls_of(type(module))
-    has_hook = hasattr(type(module), _HOOK) or _HOOK in vars(module)
+    used = calls_of(module_type)
+    has_hook = own_hook or hasattr(module_type, _HOOK)
     if not certain and _HOOK in used and "apply" in used and has_hook:
         return (_HOOK,), True
     return names, certain
@@ -180,7 +187,7 @@ def _in_containers(site: ModuleSite) -> Iterator[Slot]:
 
 def _only_hints(module: nn.Module) -> Claim | None:
     """Claim nothing, and say that the constructor may have written values itself."""
-    hints = tuple(_hints(module, ()))
+    hints = _hints(module, ())
     return Claim(source="constructor", assumptions=hints) if hints else None
 
 
@@ -219,16 +226,28 @@ def _has_options(module: nn.Module, name: str) -> bool:
         return False
 
 
-def _hints(module: nn.Module, calls: tuple[str, ...]) -> Iterator[str]:
-    explained = {"apply"} if _HOOK in calls else set()
-    names = [f"`{n}`" for n in writes_of(type(module)) if n not in explained]
-    kind = type(module).__qualname__
-    if _is_run_elsewhere(type(module)) and calls_twice(type(module), _RESET):
+def _hints(module: nn.Module, calls: tuple[str, ...]) -> tuple[str, ...]:
+    kind = type(module)
+    return _hints_of(kind, _HOOK in calls, _is_run_elsewhere(kind))
+
+
+@by_type
+def _hints_of(
+    module_type: type, runs_hook: bool, run_elsewhere: bool
+) -> tuple[str, ...]:
+    return tuple(_tell(module_type, runs_hook, run_elsewhere))
+
+
+def _tell(module_type: type, runs_hook: bool, run_elsewhere: bool) -> Iterator[str]:
+    explained = {"apply"} if runs_hook else set()
+    names = [f"`{n}`" for n in writes_of(module_type) if n not in explained]
+    kind = module_type.__qualname__
+    if run_elsewhere and calls_twice(module_type, _RESET):
         yield (
             f"the constructor of {kind} calls `{_RESET}` again, after that of its base "
             "class; here it is run once"
         )
-    if draws := [f"`{name}`" for name in draws_of(type(module))]:
+    if draws := [f"`{name}`" for name in draws_of(module_type)]:
         yield (
             f"what the constructor of {kind} calls ({', '.join(draws)}) leaves the "
             "generators as they are; where it does not, build the model inside "
