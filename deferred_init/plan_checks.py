@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
@@ -24,11 +24,13 @@ __all__ = [
 ]
 
 
-def unclaimed(inventory: Inventory, claimed: set[int]) -> list[str]:
+def unclaimed(
+    inventory: Inventory, deferred: Sequence[Slot], claimed: set[int]
+) -> list[str]:
     """Name every deferred tensor that nobody makes, in one problem text."""
     left = [
         slot
-        for slot in inventory.deferred
+        for slot in deferred
         if id(slot.tensor) not in claimed and not _lies_within(inventory, slot, claimed)
     ]
     if not left:
@@ -68,10 +70,10 @@ def _lies_within(inventory: Inventory, slot: Slot, claimed: set[int]) -> bool:
     return False
 
 
-def unallocatable(inventory: Inventory, request: Request) -> list[str]:
+def unallocatable(deferred: Sequence[Slot], request: Request) -> list[str]:
     """Name tensors whose type or layout no allocator can make."""
     problems = []
-    for slot in inventory.deferred:
+    for slot in deferred:
         if is_lazy(slot.tensor) and isinstance(slot.owner, LazyModuleMixin):
             continue  # named by the initializer of lazy modules
         allocator = allocator_for(slot.tensor)
@@ -108,12 +110,12 @@ def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
     ]
 
 
-def name_collisions(inventory: Inventory, request: Request) -> list[str]:
+def name_collisions(deferred: Sequence[Slot], request: Request) -> list[str]:
     """Name tensors that a policy could not tell apart, which goes by names."""
     known = names_for(request)
     names: dict[str, int] = {}
     clashes: list[str] = []
-    for slot in inventory.deferred:
+    for slot in deferred:
         name = known.of(slot)
         if names.setdefault(name, id(slot.tensor)) != id(slot.tensor):
             clashes.append(name)
@@ -126,21 +128,18 @@ def name_collisions(inventory: Inventory, request: Request) -> list[str]:
     ]
 
 
-def left_behind(inventory: Inventory) -> tuple[str, ...]:
+def left_behind(inventory: Inventory, deferred: Sequence[Slot]) -> tuple[str, ...]:
     """Describe views and graphs outside the model that will stay without memory.
 
     Python has no way to find them: a view in a local variable refers to the C++
     tensor, not to the object whose contents are exchanged.
     """
     found = []
-    for slot in inventory.deferred:
-        group = inventory.groups[id(slot.tensor)]
-        views = sum(
-            member is not slot.tensor
-            and member._is_view()
-            and member._base is slot.tensor
-            for member in group.members
-        )
+    for slot in deferred:
+        members = inventory.groups[id(slot.tensor)].members
+        views = 0
+        if len(members) > 1:
+            views = sum(one._is_view() and one._base is slot.tensor for one in members)
         reason = swap_obstacle(slot.tensor, known_views=views)
         if reason is not None and "weak reference" not in reason:
             found.append(f"`{slot.fqn}`: {reason}, and stays without memory")

@@ -5,7 +5,7 @@ All claims are collected and all problems found before a single one is reported.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from deferred_init.aliases import same_elements
@@ -61,20 +61,21 @@ def make_plan(
         request = replace(request, draws_unneeded=weights.draws_all)
     request = replace(request, roots=inventory.roots)
     claims = _Claims(inventory, request, weights)
-    needed = _sites_with_deferred(inventory)
+    needed = _deferred_by_site(inventory)
     if not claims.take_leaves():
         for root in inventory.roots:
             claims.ask_for_trees(root, needed)
     for site in inventory.sites():
         if id(site) in needed:
-            claims.ask(site)
+            claims.ask(site, needed[id(site)])
     claims.take_weights()
+    deferred = inventory.deferred
     problems = [*known_problems, *claims.problems]
-    problems += unclaimed(inventory, claims.claimed)
-    problems += unallocatable(inventory, request)
+    problems += unclaimed(inventory, deferred, claims.claimed)
+    problems += unallocatable(deferred, request)
     problems += misfit_shards(inventory, (claim for _, _, claim in claims.found))
     if request.rng in BY_NAME:
-        problems += name_collisions(inventory, request)
+        problems += name_collisions(deferred, request)
     if problems:
         raise PlanError(_message(problems), problems)
     steps = ordered_steps(claims.found, inventory, request)
@@ -83,7 +84,7 @@ def make_plan(
         request=request,
         inventory=inventory,
         steps=steps,
-        notes=(*left_behind(inventory), *claims.notes),
+        notes=(*left_behind(inventory, deferred), *claims.notes),
         assumptions=(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
@@ -115,6 +116,7 @@ class _Claims:
         self._inventory = inventory
         self._request = request
         self._weights = weights
+        self._last = last_initializers()
         self._reserved = set() if weights is None else weights.reserved()
         self.claimed |= self._reserved
         self._settled |= self._reserved
@@ -161,7 +163,7 @@ class _Claims:
         for site, claim in self._weights.claims(made):
             self._take(site, self._weights, claim)
 
-    def ask_for_trees(self, root: ModuleSite, needed: set[int]) -> None:
+    def ask_for_trees(self, root: ModuleSite, needed: Container[int]) -> None:
         """Ask those who know whole subtrees, parents before children."""
         stack = [root]
         while stack:
@@ -181,32 +183,32 @@ class _Claims:
                 claim = initializer.claim_tree(site, self._request)
                 if claim is None:
                     continue
-                if not any(has_user_rule(type(o.module)) for o in site.post_order()):
+                kinds = {type(below.module) for below in site.post_order()}
+                if not any(map(has_user_rule, kinds)):
                     return initializer, claim
         return None
 
-    def ask(self, site: ModuleSite) -> None:
+    def ask(self, site: ModuleSite, deferred: Sequence[Slot]) -> None:
         """Ask the initializers of one module's type, most specific first."""
         tree = self._trees.get(id(site))
         if tree is not None:
             self._take(site, *tree)
         elif id(site) in self._covered:
             return
-        last = last_initializers()
-        asked = last if tree else initializers_for(type(site.module))
-        deferred = [slot for slot in site.slots if slot.deferred]
+        asked = self._last if tree else initializers_for(type(site.module))
         pending = self._pending(deferred)
         settled = self._is_settled(site, deferred)
         for initializer in asked:
             if not deferred and not initializer.composite:
                 continue
-            if settled and initializer not in last:
+            if settled and initializer not in self._last:
                 continue
             claim = initializer.claim(site, pending, self._request)
             if claim is not None:
                 self._take(site, initializer, claim)
-                pending = self._pending(deferred)
-                settled = self._is_settled(site, deferred)
+                pending = self._pending(pending)
+                if claim.settled:
+                    settled = self._is_settled(site, deferred)
         unsettled_tree = tree is not None and not tree[1].settled
         if unsettled_tree or not settled:
             self._open.add(id(site))
@@ -216,28 +218,26 @@ class _Claims:
         for slot in deferred:
             if id(slot.tensor) not in self._settled:
                 return False
-        return all(id(child) not in self._open for child in site.children)
+        return self._open.isdisjoint(map(id, site.children))
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
-        writes = bool(claim.slots or claim.rewrites)
-        last = initializer is self._weights or initializer in last_initializers()
-        claim = self._normalize(claim, last=last)
-        if writes and not (claim.slots or claim.rewrites):
-            return  # all of it is loaded
+        made = {id(slot.tensor) for slot in claim.slots}
+        alone = len(made) == len(claim.slots) and made.isdisjoint(self.claimed)
+        if claim.rewrites or not alone:
+            last = initializer is self._weights or initializer in self._last
+            claim = self._normalize(claim, last=last)
+            if not (claim.slots or claim.rewrites):
+                return  # all of it is loaded
+            made = {id(slot.tensor) for slot in claim.slots}
         self.problems.extend(claim.problems)
-        made = [id(slot.tensor) for slot in claim.slots]
-        self.claimed.update(made)
+        self.claimed |= made
         if claim.settled:
-            self._settled.update(made)
+            self._settled |= made
         if not claim.problems:
             self.found.append((site, initializer, claim))
 
     def _normalize(self, claim: Claim, *, last: bool) -> Claim:
         """Turn claims of what others make already, if not settled, into rewrites."""
-        made = {id(slot.tensor) for slot in claim.slots}
-        alone = len(made) == len(claim.slots) and made.isdisjoint(self.claimed)
-        if alone and not claim.rewrites:
-            return claim
         fresh: dict[int, Slot] = {}
         again: dict[int, Slot] = {}
         for slot in claim.slots:
@@ -275,14 +275,13 @@ class _Claims:
         )
 
 
-def _sites_with_deferred(inventory: Inventory) -> set[int]:
-    """Sites that own something deferred, or have a descendant that does."""
-    needed: set[int] = set()
+def _deferred_by_site(inventory: Inventory) -> dict[int, list[Slot]]:
+    """The deferred slots of sites that own some, or have a descendant that does."""
+    needed: dict[int, list[Slot]] = {}
     for site in inventory.sites():
-        if any(slot.deferred for slot in site.slots) or any(
-            id(child) in needed for child in site.children
-        ):
-            needed.add(id(site))
+        deferred = [slot for slot in site.slots if slot.deferred]
+        if deferred or not needed.keys().isdisjoint(map(id, site.children)):
+            needed[id(site)] = deferred
     return needed
 
 
