@@ -27,8 +27,8 @@ from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.staging import largest_staged_bytes
 from deferred_init.target_dtype import final_dtype
 
-__all__ = ["Forecast", "PlannedTensor", "bytes_by_format", "forecast"]
-__all__ += ["new_bytes", "peak_of"]
+__all__ = ["Forecast", "PlannedTensor", "forecast"]
+__all__ += ["new_bytes", "peak_of", "representation_of"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +137,15 @@ def forecast(
 
 
 def new_bytes(
+    claim: Claim, inventory: Inventory, request: Request, counted: set[int]
+) -> int:
+    """Bytes that a claim adds: those of its storages that were not counted before."""
+    return sum(
+        [_new_bytes(slot, claim, inventory, request, counted) for slot in claim.slots]
+    )
+
+
+def _new_bytes(
     slot: Slot, claim: Claim, inventory: Inventory, request: Request, counted: set[int]
 ) -> int:
     """Bytes that a slot adds: those of its storage, once per storage."""
@@ -147,41 +156,17 @@ def new_bytes(
     if group.shared:
         return group.num_bytes
     stored = representation_of(slot, claim)
-    here = getattr(slot.tensor, "_local_tensor", slot.tensor) if stored else slot.tensor
+    if stored is None:
+        return _dense_bytes(slot, request)
+    here = getattr(slot.tensor, "_local_tensor", slot.tensor)
     return _bytes(slot, stored, tuple(here.shape), request)
 
 
 def representation_of(slot: Slot, claim: Claim) -> Representation | None:
     """Say how a claim stores a slot quantized; None for dense."""
+    if not claim.stored:
+        return None
     return next((how for each, how in claim.stored if each is slot), None)
-
-
-def bytes_by_format(step: Step, request: Request) -> dict[str, int]:
-    """Divide the bytes of a step by dtype, or by recipe where stored quantized."""
-    sizes: dict[str, int] = {}
-    left = step.num_bytes
-    for slot in step.claim.slots:
-        stored = representation_of(slot, step.claim)
-        dtype = str(final_dtype(slot, request)).removeprefix("torch.")
-        name = dtype if stored is None else stored.te_recipe
-        # Bytes of a shared storage are counted with its first tensor only.
-        size = min(_rough_bytes(slot, stored, request), left)
-        sizes[name] = sizes.get(name, 0) + size
-        left -= size
-    if left and sizes:
-        sizes[next(iter(sizes))] += left
-    return sizes
-
-
-def _rough_bytes(slot: Slot, stored: Representation | None, request: Request) -> int:
-    """Bytes of a tensor of any type, which may be real by now."""
-    tensor = getattr(slot.tensor, "_local_tensor", slot.tensor)
-    known = None
-    if stored is not None:
-        known = stored.num_bytes(tensor.shape, request.compute_capability)
-    if known is not None:
-        return known
-    return int(tensor.numel()) * final_dtype(slot, request).itemsize
 
 
 def scratch_of(step: Step, request: Request) -> tuple[int, str]:
@@ -190,13 +175,15 @@ def scratch_of(step: Step, request: Request) -> tuple[int, str]:
     What is cast exists in its own dtype first: one tensor at a time in a replay, those
     of a module together elsewhere.
     """
+    whole = step.site.fqn or type(step.site.module).__name__
+    if request.dtype is None and request.recipe is None:  # then nothing is cast
+        return step.claim.scratch_bytes, whole
     cast = [
         (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
         for slot in step.claim.slots
         if final_dtype(slot, request) != slot.tensor.dtype
         and not is_staged(allocator_for(slot.tensor))
     ]
-    whole = step.site.fqn or type(step.site.module).__name__
     largest, name = max(cast, default=(0, whole))
     if step.claim.order is None:
         largest, name = sum(size for size, _ in cast), whole
@@ -252,7 +239,7 @@ def _planned(
 ) -> PlannedTensor:
     tensor = slot.tensor
     stored = representation_of(slot, step.claim)
-    num_bytes = new_bytes(slot, step.claim, inventory, request, counted)
+    num_bytes = _new_bytes(slot, step.claim, inventory, request, counted)
     rank_bytes = num_bytes
     shared = inventory.groups[id(tensor)].shared
     if world_size > 1 and num_bytes and _is_sharded(slot) and not shared:
@@ -284,12 +271,15 @@ def _bytes(
         known = stored.num_bytes(shape, request.compute_capability)
         if known is not None:
             return known
-    dtype = final_dtype(slot, request)
     if shape != tuple(slot.tensor.shape):
-        return math.prod(shape) * dtype.itemsize
+        return math.prod(shape) * final_dtype(slot, request).itemsize
+    return _dense_bytes(slot, request)
+
+
+def _dense_bytes(slot: Slot, request: Request) -> int:
     allocator = allocator_for(slot.tensor)
     assert allocator is not None, "checked by unallocatable"
-    return allocator.num_bytes(slot.tensor, dtype)
+    return allocator.num_bytes(slot.tensor, final_dtype(slot, request))
 
 
 def _is_sharded(slot: Slot) -> bool:

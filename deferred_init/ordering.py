@@ -24,21 +24,18 @@ def ordered_steps(
         (claim.order or construction_order(site.module), site, initializer, claim)
         for site, initializer, claim in found
     ]
-    ordered = sorted(
-        enumerate(placed), key=lambda item: (item[1][0] or _WALK_ORDER, item[0])
-    )
+    placed.sort(key=lambda item: item[0] or _WALK_ORDER)  # equal ones stay in order
     counted: set[int] = set()
     return tuple(
-        Step(
-            index=index,
-            site=site,
-            initializer=initializer,
-            claim=claim,
-            num_bytes=sum(
-                new_bytes(slot, claim, inventory, request, counted)
-                for slot in claim.slots
-            ),
-            order=order,
-        )
-        for index, (_, (order, site, initializer, claim)) in enumerate(ordered)
+        [
+            Step(
+                index=index,
+                site=site,
+                initializer=initializer,
+                claim=claim,
+                num_bytes=new_bytes(claim, inventory, request, counted),
+                order=order,
+            )
+            for index, (order, site, initializer, claim) in enumerate(placed)
+        ]
     )
