@@ -6,6 +6,7 @@ import functools
 import importlib
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from typing import Any
 
@@ -26,6 +27,8 @@ SHAPES = {
         layers=16, hidden=4096, inner=14336, heads=32, kv_heads=8, vocabulary=1024
     ),
     "8b": SIZES["8b"],
+    # As many layers of the shape of 70 B as fit into the memory of one H200.
+    "57b": replace(SIZES["70b"], layers=64),
 }
 
 Build = Callable[[Size, torch.device], nn.Module]

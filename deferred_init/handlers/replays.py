@@ -47,7 +47,6 @@ class Replays:
         self._moved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._computed: list[tuple[Slot, Value, Tensor]] = []
         self._leaves: dict[Value, Tensor] = {}
-        self._takers: Any = {"on_ready": self._take, "on_filled": self._fulfil}
         self._device = self._request.device
         if self._request.values_from is not None:
             self._device = torch.device(self._request.values_from)
@@ -66,7 +65,7 @@ class Replays:
         assert step.order is not None, "claims of recorded tensors have an order"
         serial, index = step.order
         self._reach(serial)
-        self._replays[serial].run(upto=index + 1, **self._takers)
+        self._run(self._replays[serial], index + 1)
 
     def advance(self, order: Order | None) -> None:
         """Replay up to a place in the order, or to the end and settle."""
@@ -75,7 +74,10 @@ class Replays:
             return
         self._reach(order[0])
         if order[0] in self._replays:
-            self._replays[order[0]].run(upto=order[1], **self._takers)
+            self._run(self._replays[order[0]], order[1])
+
+    def _run(self, replay: Replay, upto: int | None = None) -> None:
+        replay.run(upto=upto, on_ready=self._take, on_filled=self._fulfil)
 
     def _reach(self, serial: int) -> None:
         """Run all earlier recordings to their ends, then open this one.
@@ -85,12 +87,12 @@ class Replays:
         """
         while self._waiting and self._waiting[-1][0] <= serial:
             for replay in self._replays.values():
-                replay.run(**self._takers)
+                self._run(replay)
             number, recording = self._waiting.pop()
             self._replays[number] = self._open(recording, self._members[recording])
         for number, replay in self._replays.items():
             if number < serial:
-                replay.run(**self._takers)
+                self._run(replay)
 
     def _open(self, recording: Recording, members: list[Slot]) -> Replay:
         # By name, a step of which this rank keeps no part was skipped before.
@@ -125,7 +127,7 @@ class Replays:
         if self._waiting:
             self._reach(self._waiting[0][0])
         for replay in self._replays.values():
-            replay.run(**self._takers)
+            self._run(replay)
             replay.finish(keep_generators=True if seeded else None)
         self._replays.clear()
         for slot, value, tensor in self._computed:

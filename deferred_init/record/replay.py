@@ -6,6 +6,7 @@ See `deferred_init.record` for the description of the interface.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -65,7 +66,9 @@ class Replay:
             target = torch.device("cuda", torch.cuda.current_device())
         self.device = target
         self.generators = Generators(recording, target)
-        self._executor = Executor(target, self.generators, self._foreign)
+        # Not a method: the real tensors in a cycle would wait for the collector.
+        foreign = partial(_of_another_recording, target)
+        self._executor = Executor(target, self.generators, foreign)
         self._before_random = before_random
         self._end = len(recording.nodes)
         self._wanted = set(wanted)
@@ -261,11 +264,6 @@ class Replay:
             if value is not None:
                 self._executor.fetch(value, env)
 
-    def _foreign(self, foreign: ForeignValue) -> Tensor:
-        """Compute a value of another recording, as it was when this one read it."""
-        other = Replay(foreign.value.recording, self.device)
-        return other.value(foreign.value, foreign.upto)
-
     def draw_only(self, node: Node) -> None:
         """Draw the random numbers of a node and throw them away."""
         scratch = node.overwrites
@@ -289,10 +287,13 @@ class Replay:
         """Return the timeline of a stream's generator, shared between replays."""
         key = (self.device, stream.device, stream.generator and stream)
         timelines = self.recording.timelines
-        known = timelines.get(key)
-        if known is None:
-            known = timelines[key] = Timeline(
-                Replay(self.recording, self.device), stream
-            )
-        timeline: Timeline = known
+        if key not in timelines:
+            timelines[key] = Timeline(Replay(self.recording, self.device), stream)
+        timeline: Timeline = timelines[key]
         return timeline
+
+
+def _of_another_recording(device: torch.device, foreign: ForeignValue) -> Tensor:
+    """Compute a value of another recording, as it was when this one read it."""
+    other = Replay(foreign.value.recording, device)
+    return other.value(foreign.value, foreign.upto)
