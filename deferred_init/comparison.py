@@ -15,7 +15,7 @@ __all__ = ["Comparison", "compare", "named_tensors"]
 class Comparison:
     """How a materialized model compares with its eager twin.
 
-    Args:
+    Attributes:
         num_tensors: Names compared, parameters and buffers, ties under each name.
         unequal: Names whose values differ in at least one bit.
         misshapen: Names that only one has, or whose dtype, shape, strides,

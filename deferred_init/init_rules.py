@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from .spelling import closest
+from deferred_init.spelling import closest
 
 __all__ = ["DISTRIBUTIONS", "EXPRESSIONS", "InitRule", "InitSizes"]
 

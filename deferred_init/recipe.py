@@ -8,12 +8,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from .dtype_policy import DtypePolicy
-from .errors import PlanError
-from .init_rules import InitRule, InitSizes
-from .recipe_toml import fields_from_toml, toml_from_fields
-from .spelling import closest
-from .te_recipe import TERecipeSpec, is_te_recipe
+from deferred_init.dtype_policy import DtypePolicy
+from deferred_init.errors import PlanError
+from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.recipe_toml import fields_from_toml, toml_from_fields
+from deferred_init.spelling import closest
+from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 
 __all__ = ["Recipe", "preset_names"]
 

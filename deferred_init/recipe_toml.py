@@ -12,11 +12,11 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
-from .dtype_policy import DTYPES, DtypePolicy
-from .errors import PlanError
-from .init_rules import InitRule, InitSizes
-from .spelling import closest
-from .te_recipe import TERecipeSpec
+from deferred_init.dtype_policy import DTYPES, DtypePolicy
+from deferred_init.errors import PlanError
+from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.spelling import closest
+from deferred_init.te_recipe import TERecipeSpec
 
 __all__ = ["fields_from_toml", "toml_from_fields"]
 

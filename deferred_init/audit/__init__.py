@@ -1,6 +1,6 @@
 """The audit: looks at a model as a stranger would, and says what is wrong with it.
 
-It shares no code and no bookkeeping with the steps before it. What must be *the same
+It shares no bookkeeping with the steps before it. What must be *the same
 as before* can only be judged with a snapshot from before; `materialize` takes one,
 and an audit alone checks what can be seen.
 """

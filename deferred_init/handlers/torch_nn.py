@@ -5,8 +5,7 @@ in place. Running that method on tensors of the same geometry draws the same ran
 numbers as the constructor did, so values and generator state equal eager ones.
 
 Modules that wrap others (`nn.TransformerEncoder`), parametrized modules and user
-modules have initializers of their own in the files beside this one, which this
-file loads.
+modules have initializers of their own in the files beside this one.
 """
 
 from __future__ import annotations

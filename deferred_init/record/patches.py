@@ -34,7 +34,8 @@ class _Active(threading.local):
     """What is being recorded in this thread.
 
     Attributes:
-        enter: Opens the modes of the recording in another thread.
+        recorder: Opens the modes of the recording, in other threads too; None where
+            nothing is recorded.
     """
 
     recorder: Any = None

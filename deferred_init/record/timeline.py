@@ -31,8 +31,7 @@ class Timeline:
     """States of one generator before the nodes of a recording.
 
     Args:
-        recording: The recording.
-        replay: Runs nodes for their draws alone.
+        replay: Runs nodes of the recording for their draws alone.
         stream: A stream of the generator.
     """
 
