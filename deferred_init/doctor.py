@@ -99,8 +99,6 @@ def _transformer_engine(problems: list[str]) -> dict[str, Any] | None:
             "be built against the installed torch; see the README"
         )
         return None
-    if importlib.util.find_spec("deferred_init.te") is None:
-        return {}
     details = importlib.import_module("deferred_init.te.doctor").report()
     return dict(details)
 

@@ -169,7 +169,7 @@ def representation_of(slot: Slot, claim: Claim) -> Representation | None:
     return next((how for each, how in claim.stored if each is slot), None)
 
 
-def scratch_of(step: Step, request: Request) -> tuple[int, str]:
+def _scratch_of(step: Step, request: Request) -> tuple[int, str]:
     """Bytes on top of what stays while a step runs, and the name to blame.
 
     What is cast exists in its own dtype first: one tensor at a time in a replay, those
@@ -209,7 +209,7 @@ def peak_of(
     made, most, name = 0, 0, ""
     for step in steps:
         made += step.num_bytes
-        scratch, what = scratch_of(step, request)
+        scratch, what = _scratch_of(step, request)
         scratch += between.get(step.index, 0)
         if made + scratch > most:
             most, name = made + scratch, what

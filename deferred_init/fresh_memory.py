@@ -24,9 +24,6 @@ class PoisonedMemory(DispatchMode):
     poisoned too: what is left of it in the end was never initialized.
     """
 
-    def __init__(self) -> None:
-        super().__init__()
-
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:

@@ -18,7 +18,7 @@ from deferred_init.record import deferred_init
 from deferred_init.spelling import closest
 from deferred_init.te.on_meta import te_on_meta
 
-__all__ = ["TargetError", "build_deferred", "built", "load_function", "load_target"]
+__all__ = ["TargetError", "build_deferred", "built", "load_target"]
 
 _MAX_CONFIG_BYTES = 10_000_000
 
@@ -27,7 +27,7 @@ class TargetError(ValueError):
     """The target on the command line names nothing that can be used."""
 
 
-def load_function(target: str) -> Callable[[], Any]:
+def _load_function(target: str) -> Callable[[], Any]:
     """Import `package.module:function`; the current folder is searched as well.
 
     Raises:
@@ -73,7 +73,7 @@ def load_target(target: str) -> Callable[[], Any]:
     path = Path(target)
     if path.is_dir() or path.suffix == ".json":
         return _from_config(path / "config.json" if path.is_dir() else path)
-    return load_function(target)
+    return _load_function(target)
 
 
 def _from_config(path: Path) -> Callable[[], nn.Module]:

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Final
 
-from .errors import PlanError
-from .spelling import closest
+from deferred_init.errors import PlanError
+from deferred_init.spelling import closest
 
-__all__ = ["Option", "TERecipeSpec", "is_te_recipe"]
+__all__ = ["TERecipeSpec", "is_te_recipe"]
 
 Option = bool | int | str
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["BUILT_IN", "MODULE_HOOKS", "Kind", "Parts", "atoms", "instance_dict"]
+__all__ = ["BUILT_IN", "MODULE_HOOKS", "Kind", "atoms"]
 __all__ += ["kind_of", "parts_of", "register_cache", "slot_parts", "when_kinds_change"]
 
 
@@ -240,7 +240,7 @@ def _sequence_iter(value: Any) -> Iterator[object]:
     return iter(list(collections.deque.__iter__(value)))
 
 
-def instance_dict(value: object) -> dict[str, object]:
+def _instance_dict(value: object) -> dict[str, object]:
     """Return an object's own attributes, and nothing where it has no such dict."""
     try:
         attributes = object.__getattribute__(value, "__dict__")
@@ -252,7 +252,7 @@ def instance_dict(value: object) -> dict[str, object]:
 def _dict_parts(value: object) -> Parts:
     return [
         (f".{name}", item)
-        for name, item in instance_dict(value).items()
+        for name, item in _instance_dict(value).items()
         if type(item) not in _atom_types
     ]
 

@@ -17,13 +17,13 @@ from torch import nn
 from deferred_init.handlers.protocol import LAST, Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
 from deferred_init.init_rules import InitRule, InitSizes
-from deferred_init.plan import final_dtype
 from deferred_init.recipe import Recipe
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.target_dtype import final_dtype
 
 __all__ = ["RecipeRules", "apply_init_rules"]
 
-# After recorded construction too, which is ordered by its operation counter.
+# The names of roots: one model has none, several are numbered.
 _ROOT = re.compile(r"(model\[\d+\])?")
 
 
@@ -62,7 +62,7 @@ class RecipeRules:
                 site.module, recipe, (match.rule for match in matches)
             ),
             scratch_bytes=sum(_cast_bytes(slot, request) for slot in slots),
-            order=LAST,
+            order=LAST,  # after recorded construction too
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

@@ -23,7 +23,7 @@ from deferred_init.handlers.replays import Replays, known_value, recorded_value
 from deferred_init.record import DeferredTensor, final_class, last_use, place_of
 from deferred_init.slots import ModuleSite, Slot
 
-__all__ = ["RecordedInitializer"]
+__all__ = ["RecordedAllocator", "RecordedInitializer"]
 
 
 class RecordedInitializer:

@@ -34,6 +34,7 @@ __all__ = [
     "last_initializers",
     "refreshers",
     "register_initializer",
+    "unregister_initializer",
 ]
 
 _initializers: dict[type, Initializer] = {}

@@ -16,7 +16,6 @@ Shortcoming: under `rng="by_name"` each tensor has its own stream, and layers di
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
@@ -36,6 +35,7 @@ from deferred_init.handlers.registry import (
     initializers_for,
     last_initializers,
 )
+from deferred_init.record import value_in_place
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
@@ -210,9 +210,8 @@ def _pending(site: ModuleSite, claimed: set[int]) -> tuple[Slot, ...]:
 
 def _recorded(site: ModuleSite) -> bool:
     """Whether a recording knows better how the stack was constructed."""
-    record = sys.modules.get("deferred_init.record")
-    return record is not None and any(
-        record.value_in_place(slot.owner, slot.name, slot.tensor) is not None
+    return any(
+        value_in_place(slot.owner, slot.name, slot.tensor) is not None
         for one in site.post_order()
         for slot in one.slots
     )

@@ -11,16 +11,16 @@ from torch import nn
 __all__ = ["compute_with"]
 
 
-def compute_with(model: nn.Module, te_recipe: Any, *, in_eval: bool = False) -> None:
-    """Run the forward of a model inside Transformer Engine's `autocast`.
+def compute_with(model: nn.Module, te_recipe: Any) -> None:
+    """Run the forward of a model inside Transformer Engine's `autocast`, in training.
 
+    In evaluation mode it computes in high precision, as is usual.
     Calling it again replaces the recipe. Accelerate's `unwrap_model` with
     `keep_fp32_wrapper=False` takes it off, as it does with its own wrappers.
 
     Args:
         model: Its `forward` is replaced by one that enters the context.
         te_recipe: The recipe to compute with.
-        in_eval: Whether also in evaluation mode; usually that is in high precision.
     """
     import transformer_engine.pytorch as te
 
@@ -32,7 +32,7 @@ def compute_with(model: nn.Module, te_recipe: Any, *, in_eval: bool = False) -> 
 
     @functools.wraps(bare)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        with autocast(enabled=in_eval or self.training, **{keyword: te_recipe}):
+        with autocast(enabled=self.training, **{keyword: te_recipe}):
             return bare(*args, **kwargs)
 
     vars(forward)["_deferred_init_bare"] = bare

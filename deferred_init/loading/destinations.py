@@ -24,10 +24,7 @@ from deferred_init.sources.protocol import (
     TensorSource,
 )
 
-__all__ = ["Arrival", "Destination", "Destinations", "register_arrival"]
-
-Arrival = Callable[[Tensor, Tensor], None]
-_arrivals: dict[type, Arrival] = {}
+__all__ = ["Destination", "Destinations"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -50,17 +47,6 @@ class Destination:
     done: Callable[[], None] | None = None
     in_place: bool = False
     reader: int | None = None
-
-
-def register_arrival(tensor_type: type, arrival: Arrival) -> None:
-    """Say how a tensor of a special class takes in high-precision values.
-
-    Args:
-        tensor_type: The class; subclasses are served too.
-        arrival: Called as `arrival(tensor, values)` with the values on the tensor's
-            device. Without one, `tensor.copy_(values)` is called.
-    """
-    _arrivals[tensor_type] = arrival
 
 
 class Destinations:
@@ -200,10 +186,6 @@ def _over(mapped: Any, extent: Extent, dtype: torch.dtype, tensor: Tensor) -> Te
 
 def _arrive(tensor: Tensor, values: Tensor) -> None:
     """Let a tensor of a special class take in values."""
-    for base in type(tensor).__mro__:
-        if base in _arrivals:
-            _arrivals[base](tensor, values)
-            return
     with torch.no_grad():
         tensor.copy_(values)
     if hasattr(tensor, "_high_precision_init_val"):

@@ -35,10 +35,6 @@ class EngineOptions:
             return self.num_readers
         return max(1, min(_MOST_READERS, _cores()))
 
-    def ring_bytes(self) -> int:
-        """Return how much pinned memory there is at most."""
-        return self.readers() * self.num_buffers * self.buffer_bytes
-
 
 def _cores() -> int:
     """Cores that this process may use, which are fewer than there are in a job."""

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from deferred_init.handlers.protocol import Request
-from deferred_init.plan import final_dtype
 from deferred_init.slots import Inventory, Slot, SlotKind
+from deferred_init.target_dtype import final_dtype
 from deferred_init.tensor_names import canonical_name
 
-__all__ = ["Target", "find_targets", "module_names"]
+__all__ = ["Target", "find_targets"]
 
 _LABEL = re.compile(r"model\[\d+\]\.?")
 
@@ -44,7 +44,7 @@ class Target:
 
 def find_targets(inventory: Inventory, request: Request) -> list[Target]:
     """List the tensors that a checkpoint may fill, deferred or not, in order."""
-    modules = module_names(site.module for site in inventory.roots)
+    modules = _module_names(site.module for site in inventory.roots)
     saved: dict[int, list[Slot]] = {}
     for slot in inventory.slots:
         kinds = (SlotKind.PARAMETER, SlotKind.BUFFER)
@@ -61,7 +61,7 @@ def find_targets(inventory: Inventory, request: Request) -> list[Target]:
     ]
 
 
-def module_names(roots: Iterable[nn.Module]) -> dict[int, list[str]]:
+def _module_names(roots: Iterable[nn.Module]) -> dict[int, list[str]]:
     """Return every name of every registered module, by the module's id."""
     found: dict[int, list[str]] = {}
     for root in roots:

@@ -62,8 +62,8 @@ classes are left to themselves inside a constructor; each leaves a `Mark` whose
 `payload` is the module and whose `index` is its place in `recording.nodes`.
 """
 
+from deferred_init.record import convert  # noqa: F401 - gives tensors `to` and copies
 from deferred_init.record.construct import deferred_init, is_deferred, recording_of
-from deferred_init.record.convert import deepcopy as _deepcopy
 from deferred_init.record.defer import defer
 from deferred_init.record.early import early_value
 from deferred_init.record.execution import Filling
@@ -130,5 +130,3 @@ __all__ = [
     "value_in_place",
     "value_of",
 ]
-
-del _deepcopy

@@ -23,9 +23,6 @@ class Draw:
         self.generator = generator
 
 
-_DEFAULT_DRAW = Draw()
-
-
 def append(
     recording: Recording,
     call: Callable[..., Any],

@@ -13,7 +13,6 @@ from deferred_init.record.nodes import Place, Value
 from deferred_init.record.ops import record
 from deferred_init.record.paused import no_dispatch
 from deferred_init.record.tensor import (
-    DeferredTensor,
     deferred_class,
     final_class,
     late,
@@ -33,8 +32,7 @@ def to(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """Record `Tensor.to`: the tensor itself if nothing changes, else a copy."""
     value = value_of(tensor)
     force = kwargs.get("copy", False)
-    device, dtype, non_blocking, memory_format = _parse(value, args, kwargs)
-    del non_blocking
+    device, dtype, memory_format = _parse(args, kwargs)
     recording = value.recording
     place = value.device
     if device is not None:
@@ -62,23 +60,18 @@ def to(tensor: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     return out
 
 
-def _parse(
-    value: Value, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, Any, Any, Any]:
-    """Read the arguments of `Tensor.to` without touching a device."""
-    if args and isinstance(args[0], Tensor):
-        other = args[0]
-        return other.device, other.dtype, False, kwargs.get("memory_format")
-    if "tensor" in kwargs:
-        other = kwargs["tensor"]
-        return other.device, other.dtype, False, kwargs.get("memory_format")
+def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any]:
+    """Read device, dtype and memory format of `Tensor.to`, touching no device."""
+    other = args[0] if args else kwargs.get("tensor")
+    if isinstance(other, Tensor):
+        return other.device, other.dtype, kwargs.get("memory_format")
     args = tuple(args)
     rest = {k: v for k, v in kwargs.items() if k != "copy"}
     if len(args) > 2 and isinstance(args[-1], bool) and isinstance(args[-2], bool):
         args = args[:-1]
     with torch._C.DisableTorchFunction():
-        parsed: tuple[Any, Any, Any, Any] = torch._C._nn._parse_to(*args, **rest)
-    return parsed
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **rest)
+    return device, dtype, memory_format
 
 
 def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -164,4 +157,3 @@ def _window(
 
 late.to = to
 late.deepcopy = deepcopy
-_ = DeferredTensor

@@ -28,43 +28,53 @@ def defer(model: nn.Module, refill: Recording | Literal["weights"]) -> None:
         model: The model; its parameters and buffers are changed in place, ties,
             attributes and `requires_grad` stay.
         refill: How they will get values again. A recording: the one that the model
-            was materialized from (`recording_of` before materializing), whose
-            values then are made again. `"weights"`: the parameters become plain meta
-            tensors, to be loaded by `materialize(..., weights=)`; buffers that are
-            not part of the state dict stay real, since no weights would refill them.
+            was materialized from (ask `deferred_init.record.recording_of` before),
+            whose values then are made again. `"weights"`: the parameters become plain
+            meta tensors, to be loaded by `materialize(..., weights=)`; buffers that
+            are not part of the state dict stay real, since no weights would refill
+            them.
 
     Raises:
         PlanError: If tensors were not made by that recording, or no longer have
             the shape and type that it gives them; nothing was changed.
+
+    Example:
+        >>> import torch, deferred_init as di
+        >>> from deferred_init.record import recording_of
+        >>> model = di.deferred_init(torch.nn.Linear, 2, 1)
+        >>> recording = recording_of(model)
+        >>> di.materialize_module(model)
+        >>> di.defer(model, recording)
+        >>> di.is_deferred(model)
+        True
     """
     if refill == "weights":
         _to_meta(model)
         return
     named = dict(_real_tensors(model))
-    problems = []
-    for name, tensor in named.items():
-        value = refill.made.get(name)
-        if (
-            value is None
-            or value.meta.shape != tensor.shape
-            or value.meta.dtype != tensor.dtype
-        ):
-            problems.append(name)
-    if problems:
+    unfit = [
+        name
+        for name, tensor in named.items()
+        if not _fits(refill.made.get(name), tensor)
+    ]
+    if unfit:
         raise PlanError(
-            f"{len(problems)} tensors cannot be deferred, because the recording does "
-            f"not make them, or not with their shape and type: {listing(problems)}. "
+            f"{len(unfit)} tensors cannot be deferred, because the recording does "
+            f"not make them, or not with their shape and type: {listing(unfit)}. "
             "Pass the recording that the model was materialized from, or "
             "refill='weights'.",
-            problems,
+            unfit,
         )
     for name, tensor in named.items():
         defer_in_place(tensor, refill.made[name])
 
 
-def _fits(value: Value, tensor: Tensor) -> bool:
-    """Whether a recorded value has a tensor's shape and type."""
-    return value.shape == tensor.shape and value.dtype == tensor.dtype
+def _fits(value: Value | None, tensor: Tensor) -> bool:
+    """Whether there is a recorded value of a tensor's shape and type."""
+    return value is not None and (value.shape, value.dtype) == (
+        tensor.shape,
+        tensor.dtype,
+    )
 
 
 def _real_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -32,6 +32,7 @@ __all__ = [
     "new_value",
     "user_attributes",
     "value_of",
+    "without_internals",
     "wrap",
 ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-__all__ = ["Piece", "whole"]
+__all__ = ["Piece", "Sizes", "along", "whole"]
 
 Sizes = tuple[int, ...]
 

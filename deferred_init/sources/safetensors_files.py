@@ -19,7 +19,7 @@ from deferred_init.sources.index import parse_index, read_index
 from deferred_init.sources.protocol import TensorInfo
 from deferred_init.sources.safetensors_header import read_header
 
-__all__ = ["SafetensorsFiles"]
+__all__ = ["SafetensorsFiles", "read_rows"]
 
 
 class SafetensorsFiles:

@@ -44,7 +44,6 @@ def test_buffers_go_round_and_are_made_once() -> None:
     assert len(set(seen)) == 4
     assert seen[:4] == seen[4:8] == seen[8:]
     assert make.made == [1024] * 4
-    assert sum(make.made) == OPTIONS.ring_bytes()
 
 
 def test_a_small_model_makes_small_buffers() -> None:
