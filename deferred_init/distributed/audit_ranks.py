@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.distributed.checksum import Checksum, checksum, dense_part
-from deferred_init.distributed.fsdp2 import fsdp_groups, split_ties
+from deferred_init.distributed.fsdp2 import fsdp_groups, name_of, split_ties
 from deferred_init.distributed.rendezvous import (
     Meeting,
     RanksFailed,
@@ -44,15 +44,14 @@ def stale_in_fsdp(scene: Scene) -> Iterator[Finding]:
         if not group.is_sharded:
             continue  # the modules hold the gathered parameters meanwhile
         for param in group.fsdp_params:
-            owner, name = param._module_info.module, param._module_info.param_name
-            fqn = f"{names.get(id(owner), '?')}.{name}".lstrip(".")
-            held = owner._parameters.get(name)
+            info = param._module_info
+            held = info.module._parameters.get(info.param_name)
             if held is not param.sharded_param:
                 # Before its first forward FSDP2 looks once more at its modules.
                 noticed = not group._reset_sharded_params and isinstance(held, DTensor)
                 yield Finding(
                     code="wrapper-stale",
-                    fqn=fqn,
+                    fqn=name_of(param, names),
                     message="expected FSDP2 to hold the module's parameter, found that "
                     "it holds another object, with which it computes; give the old "
                     "object new contents, or shard after the replacement",
@@ -61,7 +60,7 @@ def stale_in_fsdp(scene: Scene) -> Iterator[Finding]:
             elif not _gathers_from(param, held):
                 yield Finding(
                     code="wrapper-stale",
-                    fqn=fqn,
+                    fqn=name_of(param, names),
                     message="expected FSDP2 to gather from the parameter's memory, "
                     "found that it gathers from other memory, which an optimizer "
                     "does not change; call `reset_sharded_param()` on its record",

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["fsdp_groups", "fsdp_params", "offload_devices", "split_ties"]
+__all__ = ["fsdp_groups", "fsdp_params", "name_of", "offload_devices", "split_ties"]
 __all__ += ["unsharded_class", "unsharded_type"]
 
 
@@ -30,10 +30,9 @@ def fsdp_groups(modules: Iterable[nn.Module]) -> Iterator[Any]:
                 yield group
 
 
-def fsdp_params(modules: Iterable[nn.Module]) -> Iterator[Any]:
-    """Yield FSDP2's record of every parameter that it manages."""
-    for group in fsdp_groups(modules):
-        yield from group.fsdp_params
+def fsdp_params(modules: Iterable[nn.Module]) -> list[Any]:
+    """Return FSDP2's record of every parameter that it manages."""
+    return [param for group in fsdp_groups(modules) for param in group.fsdp_params]
 
 
 def offload_devices(modules: Iterable[nn.Module]) -> dict[int, torch.device]:
@@ -64,15 +63,31 @@ def split_ties(modules: Sequence[tuple[str, nn.Module]]) -> list[list[str]]:
     Returns:
         For each such tensor the names under which it is managed.
     """
+    tensors = [
+        (uid, param)
+        for param in fsdp_params(module for _, module in modules)
+        # Kept by torch 2.12 and later.
+        if (uid := getattr(param, "_orig_param_uid", None)) is not None
+    ]
+    if len({uid for uid, _ in tensors}) == len(tensors):
+        return []  # each is managed once
     named = {id(module): fqn for fqn, module in modules}
     held: dict[int, dict[int, str]] = {}
-    for param in fsdp_params(module for _, module in modules):
-        uid = getattr(param, "_orig_param_uid", None)  # torch 2.12 and later
-        if uid is not None:
-            owner, name = param._module_info.module, param._module_info.param_name
-            fqn = f"{named.get(id(owner), '?')}.{name}".lstrip(".")
-            held.setdefault(uid, {})[id(param.sharded_param)] = fqn
+    for uid, param in tensors:
+        names = held.setdefault(uid, {})
+        names[id(param.sharded_param)] = name_of(param, named)
     return [list(names.values()) for names in held.values() if len(names) > 1]
+
+
+def name_of(param: Any, modules: Mapping[int, str]) -> str:
+    """Return the qualified name of a parameter that FSDP2 manages.
+
+    Args:
+        param: FSDP2's record of it.
+        modules: The names of the modules, by `id`.
+    """
+    owner, name = param._module_info.module, param._module_info.param_name
+    return f"{modules.get(id(owner), '?')}.{name}".lstrip(".")
 
 
 def unsharded_type(module: nn.Module) -> type[nn.Module]:
