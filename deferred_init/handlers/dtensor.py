@@ -21,9 +21,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
 from deferred_init.distributed.fsdp2 import fsdp_params
@@ -51,7 +53,7 @@ class DTensorAllocator:
     def problem(self, tensor: Tensor, request: Request) -> str | None:
         """Say why the tensor cannot be allocated, or None."""
         assert isinstance(tensor, DTensor)
-        if any(isinstance(placement, Partial) for placement in tensor.placements):
+        if _has_partial_sums(tensor.placements):
             return (
                 f"has the placements {list(tensor.placements)}, expected no partial "
                 "sums: a part of a sum has no value of its own to initialize"
@@ -112,10 +114,10 @@ class DTensorAllocator:
             or full.dtype != tensor.dtype
             or full.size() != tensor.size()
             or not tensor._local_tensor.is_contiguous()
+            or not full.is_contiguous()  # else all of it is copied first, on a CPU
         ):
             return None
-        part = full.detach().narrow(*region.cut)
-        data = part.clone(memory_format=torch.contiguous_format)
+        data = full.detach().narrow_copy(*region.cut)
         return _wrap(tensor, data, tensor._spec)
 
     def keep(self, tensor: Tensor, full: Tensor) -> None:
@@ -171,14 +173,22 @@ class FSDP2Refresher:
         FSDP2 does this by itself in the first forward; doing it now brings padding
         copies into the peak that is measured, and leaves no stale data to an audit.
         """
-        for param in fsdp_params(site.module for site in inventory.sites()):
-            sharded = param.sharded_param
-            if sharded.is_meta:
-                continue
-            workspace.on_undo(partial(param.__dict__.update, dict(vars(param))))
+        params = [
+            param
+            for param in fsdp_params(site.module for site in inventory.sites())
+            if not param.sharded_param.is_meta
+        ]
+        before = [(vars(param), vars(param).copy()) for param in params]
+        workspace.on_undo(partial(_put_back, before))
+        for param in params:
             param.reset_sharded_param()
             # Whether gathering is the tensor's own affair depends on its class.
             param._init_extensions()
+
+
+def _put_back(before: Sequence[tuple[dict[str, Any], dict[str, Any]]]) -> None:
+    for attributes, values in before:
+        attributes.update(values)
 
 
 def region_on_this_rank(tensor: DTensor) -> Region | None:
@@ -194,7 +204,7 @@ def region_on_this_rank(tensor: DTensor) -> Region | None:
     return _region(
         tensor.size(),
         tensor.placements,
-        mesh.shape,
+        _shape_of(mesh),
         tuple(coordinate),
         tensor._local_tensor.size(),
     )
@@ -213,6 +223,22 @@ def rows_of_rank(tensor: DTensor, rank: int) -> Segments | None:
         return None
     where = tuple(places[0])
     return _region(tensor.size(), tensor.placements, mesh.shape, where, None).dims[0]
+
+
+_mesh_shapes: WeakKeyDictionary[DeviceMesh, tuple[int, ...]] = WeakKeyDictionary()
+
+
+def _shape_of(mesh: DeviceMesh) -> tuple[int, ...]:
+    """Return the shape of a mesh, which never changes; torch computes it each time."""
+    shape = _mesh_shapes.get(mesh)
+    if shape is None:
+        shape = _mesh_shapes[mesh] = mesh.shape
+    return shape
+
+
+@lru_cache(maxsize=256)
+def _has_partial_sums(placements: tuple[Any, ...]) -> bool:
+    return any(isinstance(placement, Partial) for placement in placements)
 
 
 @lru_cache(maxsize=4096)
