@@ -112,10 +112,10 @@ class Loans:
         """Lend tensors of full size for those of which only a part stays here."""
         workspace, claim = self._workspace, self._step.claim
         claimed = {id(slot.tensor): slot for slot in (*claim.slots, *claim.rewrites)}
-        wanted = {id(slot.tensor): slot for slot in others}
-        wanted.update(claimed)
-        loans: list[Loan] = []
-        places: list[tuple[Slot, ...]] = []
+        wanted = claimed
+        if others:
+            wanted = {id(slot.tensor): slot for slot in others} | claimed
+        loans: list[tuple[Loan, tuple[Slot, ...]]] = []
         for key, slot in wanted.items():
             home = workspace.current(slot.tensor)
             allocator = staged_allocator(home)
@@ -130,12 +130,12 @@ class Loans:
                 keeps=key in claimed or (made and below),
                 stored=made or not home.is_meta,
             )
-            loans.append(loan)
-            places.append(workspace.inventory.slots_of(slot.tensor))
+            loans.append((loan, workspace.inventory.slots_of(slot.tensor)))
         if loans:
-            self._staging = workspace.new_staging(self._step, loans)
-            for loan, slots in zip(loans, places, strict=True):
-                self._staging.lend(loan, slots)
+            staging = workspace.new_staging(self._step, [loan for loan, _ in loans])
+            self._staging = staging
+            for loan, slots in loans:
+                staging.lend(loan, slots)
 
     def _collect_replacements(self) -> None:
         """Adopt tensors that the body put in place of the ones it was given."""

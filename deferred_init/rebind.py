@@ -27,6 +27,7 @@ __all__ = ["exchange", "swap_obstacle", "take_over"]
 
 _BARE_TYPES = frozenset({Tensor, nn.Parameter})
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
+_UNSET: Any = object()
 
 
 def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
@@ -130,7 +131,7 @@ def _is_simple(tensor: Tensor) -> bool:
         tensor._use_count() == 1  # type: ignore[attr-defined]
         and not tensor._backward_hooks
         and not getattr(tensor, "_post_accumulate_grad_hooks", None)
-        and not hasattr(type(tensor), "__carried_attributes__")
+        and not _keeps_apart(type(tensor))
     )
 
 
@@ -139,18 +140,16 @@ def _exchange_alike(
 ) -> Callable[[], None]:
     """Exchange two simple tensors of one class."""
     saved, made = old.__dict__, new.__dict__
-    names = _slot_names(type(old))
     slots = [
-        (tensor, name, getattr(tensor, name))
-        for name in names
-        for tensor in (old, new)
-        if hasattr(tensor, name)
+        (name, getattr(old, name, _UNSET), getattr(new, name, _UNSET))
+        for name in _slot_names(type(old))
     ]
     undo = partial(_undo_alike, old, new, old._cdata, saved.copy(), made.copy(), slots)
     if log is not None:
         log(undo)
-    for tensor, name, value in slots:
-        setattr(new if tensor is old else old, name, value)
+    for name, of_old, of_new in slots:
+        _set_slot(new, name, of_old)
+        _set_slot(old, name, of_new)
     torch._C._swap_tensor_impl(old, new)
     if saved or made:
         old.__dict__, new.__dict__ = {**saved, **made}, saved
@@ -163,15 +162,27 @@ def _undo_alike(
     behind: int,
     saved: dict[str, Any],
     made: dict[str, Any],
-    slots: list[tuple[Tensor, str, Any]],
+    slots: list[tuple[str, Any, Any]],
 ) -> None:
     """Take back an exchange, and attributes that were set since."""
     old.__dict__, new.__dict__ = saved, made
-    for tensor, name, value in slots:
-        setattr(tensor, name, value)
+    for name, of_old, of_new in slots:
+        _set_slot(old, name, of_old)
+        _set_slot(new, name, of_new)
     if old._cdata != behind:
         torch._C._swap_tensor_impl(old, new)
     _reregister_hooks(old)
+
+
+def _set_slot(tensor: Tensor, name: str, value: Any) -> None:
+    if value is not _UNSET:
+        setattr(tensor, name, value)
+
+
+@lru_cache(maxsize=256)
+def _keeps_apart(tensor_type: type) -> bool:
+    """Whether a class says itself which attributes of its tensors a user has set."""
+    return hasattr(tensor_type, "__carried_attributes__")
 
 
 @lru_cache(maxsize=256)

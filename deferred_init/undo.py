@@ -82,7 +82,8 @@ class ModuleSnapshot:
         attributes = vars(module)
         if not isinstance(attributes.get("_parameters"), dict):
             return  # a script keeps its own outside of Python, and is never written
-        tables = [attributes[name].copy() for name in self._TABLES]
+        live = [attributes[name] for name in self._TABLES]
+        tables = [table.copy() if table else () for table in live]  # most are empty
         self._saved.append((module, attributes.copy(), tables))
 
     def restore(self) -> None:
