@@ -26,6 +26,7 @@ from deferred_init.audit.explanations import EXPLANATIONS, Explanation
 from deferred_init.audit.graph import look
 from deferred_init.audit.scene import Scene, detectors, register_detector
 from deferred_init.audit.snapshot import Snapshot, take_snapshot
+from deferred_init.record.paused import no_function_modes
 from deferred_init.report import Finding
 
 __all__ = [
@@ -67,14 +68,15 @@ def run_audit(
     Returns:
         The findings, in the order of the detectors and of the places.
     """
-    scene = Scene(
-        graph=look(models, optimizers, holders),
-        optimizers=tuple(optimizers),
-        full=verify == "full",
-        expected=expected,
-        device=device,
-        dtypes=frozenset(dtypes),
-        dtype_forced=dtype_forced,
-        rebound=frozenset(rebound),
-    )
-    return [finding for detector in detectors() for finding in detector(scene)]
+    with no_function_modes():  # else each look at a subclass asks for its function
+        scene = Scene(
+            graph=look(models, optimizers, holders),
+            optimizers=tuple(optimizers),
+            full=verify == "full",
+            expected=expected,
+            device=device,
+            dtypes=frozenset(dtypes),
+            dtype_forced=dtype_forced,
+            rebound=frozenset(rebound),
+        )
+        return [finding for detector in detectors() for finding in detector(scene)]

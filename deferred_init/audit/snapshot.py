@@ -17,6 +17,7 @@ from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.audit.graph import ModulePlace, ObjectGraph, Place, look
 from deferred_init.audit.hooks import is_leaf
 from deferred_init.audit.kinds import MODULE_HOOKS
+from deferred_init.record.paused import no_function_modes
 
 __all__ = [
     "TENSOR_HOOKS",
@@ -104,7 +105,11 @@ def take_snapshot(
         optimizers: What holds their parameters.
         holders: What else does.
     """
-    graph = look(models, optimizers, holders)
+    with no_function_modes():  # else each look at a subclass asks for its function
+        return _snapshot_of(look(models, optimizers, holders), optimizers)
+
+
+def _snapshot_of(graph: ObjectGraph, optimizers: Sequence[Optimizer]) -> Snapshot:
     tensors: dict[str, TensorBefore] = {}
     names: dict[int, list[str]] = {}
     storages: dict[int, dict[int, Place]] = {}
