@@ -75,5 +75,8 @@ def _can_be_followed(own: type, value: object) -> bool:
 
 
 def _held_by(function: types.FunctionType) -> list[object]:
-    parts = function.__closure__, function.__defaults__, function.__kwdefaults__
-    return [part for part in (*parts, function.__dict__) if part]
+    parts = function.__defaults__, function.__kwdefaults__, function.__dict__
+    held: list[object] = [part for part in parts if part]
+    if function.__closure__:
+        held += gc.get_referents(*function.__closure__)  # the contents of its cells
+    return held

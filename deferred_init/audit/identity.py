@@ -66,10 +66,12 @@ def duplicate_storage(scene: Scene) -> Iterator[Finding]:
     by_storage: dict[int, dict[int, Place]] = {}
     for place in scene.graph.in_scope("model"):
         tensor = place.tensor
-        if place.kind != "parameter" or is_deferred(tensor) or tensor.numel() == 0:
+        if place.kind != "parameter" or type(tensor).__torch_dispatch__ is not _PLAIN:
+            continue
+        if is_deferred(tensor) or tensor.numel() == 0:
             continue
         key = storage_key(tensor)
-        if key is not None and type(tensor).__torch_dispatch__ is _PLAIN:
+        if key is not None:
             by_storage.setdefault(key, {}).setdefault(id(tensor), place)
     for same in by_storage.values():
         if len(same) > 1:

@@ -32,7 +32,7 @@ _OWN_SHAPES = ("Adafactor", "LBFGS", "SparseAdam")
 def foreign_parameters(scene: Scene) -> Iterator[Finding]:
     """Find parameters of optimizers that no model has."""
     models = scene.graph.model_ids
-    unheld = _unheld_parameters(scene)
+    unheld = _unheld_parameters(scene) if scene.optimizers else set()
     for index, optimizer in enumerate(scene.optimizers):
         label = f"optimizers[{index}]"
         params = [p for _, _, p in _params(optimizer)]

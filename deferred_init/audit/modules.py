@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from operator import is_
 
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.audit.snapshot import ModuleBefore
@@ -75,7 +76,10 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"the attributes {listing(lost)} as before, found none; set them again",
         )
     for table, hooks in before.hooks.items():
-        kept = {id(hook) for hook in now.get(table, {}).values()}
+        present = now.get(table, {}).values()
+        if len(present) == len(hooks) and all(map(is_, present, hooks)):
+            continue
+        kept = {id(hook) for hook in present}
         gone = sum(id(hook) not in kept for hook in hooks)
         if gone:
             yield _finding(
