@@ -20,9 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-__all__ = ["count_poison", "fill_poison", "poison_left"]
+__all__ = ["count_poison", "fill_poison", "in_parts", "poison_left"]
 
-_CHUNK = 1 << 26
+_PART_ELEMENTS = 1 << 26
 _MIN_WHOLE = 4
 
 
@@ -121,7 +121,7 @@ def count_poison(tensor: Tensor) -> Tensor | None:
         return None
     integers, pattern = found
     count = torch.zeros((), dtype=torch.int64, device=integers.device)
-    for part in _parts(integers):
+    for part in in_parts(integers):
         hit = part == pattern.bits
         if tensor.is_complex():
             hit = hit.any(dim=-1)
@@ -159,11 +159,15 @@ def _span(integers: Tensor) -> Tensor:
     return integers.as_strided((reach + 1,), (1,), integers.storage_offset())
 
 
-def _parts(integers: Tensor) -> tuple[Tensor, ...]:
-    """Cut a large tensor, so that comparing takes little memory."""
-    if integers.numel() <= _CHUNK:
-        return (integers,)
-    if integers.size(0) == 1:
-        return _parts(integers[0])
-    per_row = integers.numel() // integers.size(0)
-    return tuple(torch.split(integers, max(1, _CHUNK // per_row)))
+def in_parts(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Cut a large tensor into views, so that what is computed of it is small.
+
+    Returns:
+        Views of 2**26 elements at most where rows allow it, which cover the tensor.
+    """
+    if tensor.numel() <= _PART_ELEMENTS:
+        return (tensor,)
+    if tensor.size(0) == 1:
+        return in_parts(tensor[0])
+    per_row = tensor.numel() // tensor.size(0)
+    return tuple(torch.split(tensor, max(1, _PART_ELEMENTS // per_row)))

@@ -45,9 +45,8 @@ def hook_is_registered(tensor: Tensor, table: str) -> bool:
         leaves, or are of a subclass that keeps its data in its own way.
     """
     plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if not (plain and is_leaf(tensor) and tensor.requires_grad) or _is_inference(
-        tensor
-    ):
+    in_autograd = tensor.requires_grad and not tensor.is_inference()
+    if not (plain and is_leaf(tensor) and in_autograd):
         return True
     hooks: dict[int, Any] = getattr(tensor, table)
     saved = dict(hooks)
@@ -82,7 +81,3 @@ def _accumulate_zeros(tensor: Tensor) -> None:
         node(_zeros(tensor))
     finally:
         tensor.grad = kept
-
-
-def _is_inference(tensor: Tensor) -> bool:
-    return tensor.is_inference()

@@ -162,7 +162,7 @@ def _mapping_parts(value: Any) -> Parts:
 def _sequence_parts(value: Any) -> Parts:
     return [
         (f"[{index}]", item)
-        for index, item in enumerate(_sequence_iter(value))
+        for index, item in enumerate(_items_of(value))
         if type(item) not in _atom_types
     ]
 
@@ -232,12 +232,13 @@ def _is_text_or_number_with_attributes(own: type) -> bool:
     )
 
 
-def _sequence_iter(value: Any) -> Iterator[object]:
+def _items_of(value: Any) -> list[object]:
+    """List the items of a sequence, past what its class overrides."""
     if isinstance(value, list):
-        return iter(list(list.__iter__(value)))
+        return list(list.__iter__(value))
     if isinstance(value, tuple):
-        return iter(list(tuple.__iter__(value)))
-    return iter(list(collections.deque.__iter__(value)))
+        return list(tuple.__iter__(value))
+    return list(collections.deque.__iter__(value))
 
 
 def _instance_dict(value: object) -> dict[str, object]:

@@ -54,6 +54,12 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"training={before.training} as before, found {module.training}; call "
             f"`train({before.training})`",
         )
+    yield from _lost_contents(before, scene)
+
+
+def _lost_contents(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
+    """Find what a module does not save, hold or call any more as before."""
+    module = before.module
     changed = before.transient ^ module._non_persistent_buffers_set
     for name in sorted(changed & module._buffers.keys()) if changed else ():
         was = "not " if name in before.transient else ""

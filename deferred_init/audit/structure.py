@@ -145,7 +145,7 @@ def declared_ties(scene: Scene) -> Iterator[Finding]:
 
 
 @register_detector
-def misshapen_gradients(scene: Scene) -> Iterator[Finding]:
+def misplaced_gradients(scene: Scene) -> Iterator[Finding]:
     """Find gradients on another device than their parameter."""
     by_fqn = scene.graph.by_fqn
     for place in scene.graph.places:

@@ -8,7 +8,7 @@ read back at once. `fast` reads the padding rows alone; `full` reads everything.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +16,10 @@ from torch import Tensor, nn
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.graph import Place
 from deferred_init.audit.scene import Scene, register_detector
-from deferred_init.poison import count_poison
+from deferred_init.poison import count_poison, in_parts
 from deferred_init.report import Finding
 
 __all__: list[str] = []
-
-_CHUNK = 1 << 26
 
 
 class _Counts:
@@ -30,10 +28,8 @@ class _Counts:
     def __init__(self) -> None:
         self._by_device: dict[torch.device, list[tuple[Place, Tensor]]] = {}
 
-    def add(self, place: Place, count: Tensor | None) -> None:
-        if count is not None:
-            waiting = self._by_device.setdefault(count.device, [])
-            waiting.append((place, count))
+    def add(self, place: Place, count: Tensor) -> None:
+        self._by_device.setdefault(count.device, []).append((place, count))
 
     def nonzero(self) -> Iterator[tuple[Place, int]]:
         """Read all counts, once per device, and yield those that are not zero."""
@@ -86,13 +82,16 @@ def poison_and_nonfinite(scene: Scene) -> Iterator[Finding]:
         if id(tensor) in seen or place.kind == "gradient" or not _readable(tensor):
             continue
         seen.add(id(tensor))
-        poison.add(place, count_poison(tensor))
+        unwritten = count_poison(tensor)
+        if unwritten is not None:
+            poison.add(place, unwritten)
         if tensor.is_floating_point() or tensor.is_complex():
             nan.add(place, _count(tensor, torch.isnan))
             if place.kind == "parameter" or _has_statistics(place.owner):
                 infinite.add(place, _count(tensor, torch.isinf))
-    poisoned = dict(_by_name(poison))
+    poisoned: dict[str, int] = {}
     for place, number in poison.nonzero():
+        poisoned[place.fqn] = number
         yield Finding(
             code="poison-left",
             fqn=place.fqn,
@@ -129,10 +128,6 @@ def _fresh(scene: Scene, place: Place, num_places: int) -> bool:
     return num_places == 1
 
 
-def _by_name(counts: _Counts) -> Iterator[tuple[str, int]]:
-    return ((place.fqn, number) for place, number in counts.nonzero())
-
-
 def _readable(tensor: Tensor) -> bool:
     """Whether values can be read here and now, without other processes."""
     return (
@@ -144,19 +139,18 @@ def _readable(tensor: Tensor) -> bool:
     )
 
 
-def _nonzero(row: Tensor) -> Tensor | None:
+def _nonzero(row: Tensor) -> Tensor:
     if row.dtype.itemsize == 1:  # the 8-bit formats compute next to nothing
         row = row.to(torch.float32)
     return torch.count_nonzero(row)
 
 
-def _count(tensor: Tensor, test: object) -> Tensor | None:
-    assert callable(test)
+def _count(tensor: Tensor, test: Callable[[Tensor], Tensor]) -> Tensor:
     data = tensor.detach()
     if data.dtype.itemsize == 1:
         data = _widened(data)
     total = torch.zeros((), dtype=torch.int64, device=data.device)
-    for part in _parts(data):
+    for part in in_parts(data):
         total += test(part).sum()
     return total
 
@@ -165,16 +159,6 @@ def _widened(data: Tensor) -> Tensor:
     if data.dtype == getattr(torch, "float4_e2m1fn_x2", None):
         return torch.zeros(1, device=data.device)  # it has neither NaN nor infinity
     return data.to(torch.float32)
-
-
-def _parts(data: Tensor) -> tuple[Tensor, ...]:
-    """Cut a large tensor, so that testing takes little memory."""
-    if data.numel() <= _CHUNK or data.dim() == 0:
-        return (data,)
-    if data.size(0) == 1:
-        return _parts(data[0])
-    per_row = data.numel() // data.size(0)
-    return tuple(torch.split(data, max(1, _CHUNK // per_row)))
 
 
 def _has_statistics(owner: nn.Module | None) -> bool:

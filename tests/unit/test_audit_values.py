@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from deferred_init.audit import values
 
 
 def _found(model: nn.Module) -> list[tuple[str, str]]:
@@ -25,7 +24,7 @@ class Holder(nn.Module):
 def test_a_value_in_any_part_of_a_large_tensor_is_found(
     shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(values, "_CHUNK", 8)
+    monkeypatch.setattr("deferred_init.poison._PART_ELEMENTS", 8)
     for position in range(int(torch.Size(shape).numel())):
         tensor = torch.ones(shape)
         assert _found(Holder(tensor.clone())) == []

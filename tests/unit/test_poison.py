@@ -109,7 +109,7 @@ def test_what_cannot_be_poisoned_says_so(tensor: torch.Tensor) -> None:
 
 
 def test_a_large_tensor_is_counted_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deferred_init.poison._CHUNK", 8)
+    monkeypatch.setattr("deferred_init.poison._PART_ELEMENTS", 8)
     tensor = torch.empty(1, 5, 6)
     fill_poison(tensor)
     tensor[0, 2].zero_()
