@@ -1,4 +1,4 @@
-"""Which tensors are the same object, and which share one storage."""
+"""Which tensors have no memory, and which share one storage."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 __all__ = [
     "StorageGroup",
     "byte_span",
     "group_by_storage",
+    "has_deferred",
     "is_deferred",
     "same_elements",
     "storage_key",
@@ -26,6 +27,15 @@ def is_deferred(tensor: Tensor) -> bool:
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def has_deferred(models: Iterable[nn.Module]) -> bool:
+    """Tell whether any registered parameter or buffer of any model has no memory."""
+    return any(
+        is_deferred(tensor)
+        for model in models
+        for tensor in (*model.parameters(), *model.buffers())
+    )
 
 
 def storage_key(tensor: Tensor) -> int | None:

@@ -24,13 +24,13 @@ from accelerate.utils.dataclasses import FP8BackendType
 from torch import nn
 from torch.optim import Optimizer
 
+from deferred_init.aliases import has_deferred
 from deferred_init.distributed.fsdp1 import param_init_fn
 from deferred_init.errors import PlanError
 from deferred_init.integrations.accelerate_target import (
     DeferredInitPlugin,
     Target,
     compute,
-    has_deferred,
 )
 from deferred_init.integrations.optimizer_names import plain
 from deferred_init.integrations.te_conversion import convert_to_te

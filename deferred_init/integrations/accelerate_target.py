@@ -11,7 +11,6 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.optim import Optimizer
 
-from deferred_init.aliases import is_deferred
 from deferred_init.api import materialize, plan
 from deferred_init.errors import PlanError
 from deferred_init.integrations.conversion_report import Conversion
@@ -20,7 +19,7 @@ from deferred_init.integrations.te_forward import compute_with
 from deferred_init.integrations.tp_plan import split_by_plan
 from deferred_init.recipe import Recipe
 
-__all__ = ["DeferredInitPlugin", "Target", "compute", "has_deferred"]
+__all__ = ["DeferredInitPlugin", "Target", "compute"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,15 +141,6 @@ class Target:
         self.materialize()
         compute(self._models, self._plugin)
         return result
-
-
-def has_deferred(models: Sequence[nn.Module]) -> bool:
-    """Whether any parameter or buffer of any model has no memory."""
-    return any(
-        is_deferred(tensor)
-        for model in models
-        for tensor in (*model.parameters(), *model.buffers())
-    )
 
 
 def _of_models(

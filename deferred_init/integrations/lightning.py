@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from deferred_init.aliases import is_deferred
+from deferred_init.aliases import has_deferred
 from deferred_init.api import materialize
 from deferred_init.report import Report
 
@@ -57,14 +57,10 @@ def configure_model(
         ...         configure_model(self, "model", seed=0)
     """
     models = [getattr(module, name) for name in names] or [module]
-    if not any(_has_deferred(model) for model in models):
+    if not has_deferred(models):
         return None
     device = module.trainer.strategy.root_device
     if shard is not None:
         for model in models:
             shard(model)
     return materialize(models, device, recipe, **options)
-
-
-def _has_deferred(model: nn.Module) -> bool:
-    return any(is_deferred(t) for t in (*model.parameters(), *model.buffers()))
