@@ -10,7 +10,7 @@ default has it still. Its FusedSGD puts a flag of overflow there, which is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -57,30 +57,42 @@ def fill_optimizer_state(optimizers: Sequence[Optimizer], on_undo: Undo) -> list
     Returns:
         A description of everything that was made.
     """
-    made: list[str] = []
+    made: dict[str, None] = {}
     for optimizer in optimizers:
-        for name in _deferred_flags(optimizer):
-            on_undo(restorer(vars(optimizer), name, vars(optimizer)[name]))
-            flag = vars(optimizer)[name]
-            device = next(iter(optimizer.param_groups[0]["params"])).device
-            vars(optimizer)[name] = torch.zeros(
-                flag.shape, dtype=flag.dtype, device=device
-            )
-            made.append(f"{type(optimizer).__name__}.{name}")
-        for group, name in _deferred_options(optimizer):
-            on_undo(restorer(group, name, group[name]))
-            value = torch.as_tensor(optimizer.defaults[name], dtype=group[name].dtype)
-            group[name] = value.to(group["params"][0].device, copy=True)
-            made.append(f"{type(optimizer).__name__}'s {name!r}, of its defaults")
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                state = optimizer.state.get(param, {})
-                for key, value in state.items():
-                    if isinstance(value, Tensor) and is_deferred(value):
-                        on_undo(restorer(state, key, value))
-                        state[key] = _constructor_state(group, param, key, value)
-                        made.append(f"{type(optimizer).__name__}.state[...][{key!r}]")
-    return list(dict.fromkeys(made))
+        for fill in (_fill_flags, _fill_options, _fill_state):
+            made.update(dict.fromkeys(fill(optimizer, on_undo)))
+    return list(made)
+
+
+def _fill_flags(optimizer: Optimizer, on_undo: Undo) -> Iterator[str]:
+    held = vars(optimizer)
+    for name in _deferred_flags(optimizer):
+        flag = held[name]
+        on_undo(restorer(held, name, flag))
+        device = optimizer.param_groups[0]["params"][0].device
+        held[name] = torch.zeros(flag.shape, dtype=flag.dtype, device=device)
+        yield f"{type(optimizer).__name__}.{name}"
+
+
+def _fill_options(optimizer: Optimizer, on_undo: Undo) -> Iterator[str]:
+    for group, name in _deferred_options(optimizer):
+        on_undo(restorer(group, name, group[name]))
+        value = torch.as_tensor(optimizer.defaults[name], dtype=group[name].dtype)
+        group[name] = value.to(group["params"][0].device, copy=True)
+        yield f"{type(optimizer).__name__}'s {name!r}, of its defaults"
+
+
+def _fill_state(optimizer: Optimizer, on_undo: Undo) -> Iterator[str]:
+    pairs = (
+        (group, param) for group in optimizer.param_groups for param in group["params"]
+    )
+    for group, param in pairs:
+        state = optimizer.state.get(param, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and is_deferred(value):
+                on_undo(restorer(state, key, value))
+                state[key] = _constructor_state(group, param, key, value)
+                yield f"{type(optimizer).__name__}.state[...][{key!r}]"
 
 
 def _deferred_options(optimizer: Optimizer) -> list[tuple[dict[str, Any], str]]:

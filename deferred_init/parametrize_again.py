@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -85,7 +87,9 @@ def again(module: nn.Module, plain: nn.Module, *, check_only: bool = False) -> N
     if is_parametrized(module):
         for name, listed in _lists(module).items():
             for one in listed:
-                _register(one, listed.unsafe, plain, name, check_only)
+                register = _registration(one, listed.unsafe, plain, name)
+                if not check_only:
+                    register()
     if check_only:
         return
     for hook in norm_hooks(module):
@@ -131,36 +135,30 @@ def _lists(module: nn.Module) -> Any:
     return module.parametrizations
 
 
-def _register(
-    one: nn.Module, unsafe: bool, plain: nn.Module, name: str, check_only: bool
-) -> None:
+def _registration(
+    one: nn.Module, unsafe: bool, plain: nn.Module, name: str
+) -> Callable[[], object]:
+    """Return what registers a parametrization again, by torch's own function.
+
+    Raises:
+        NotKnown: If it holds tensors and is not one of torch's.
+    """
     torchs = parametrizations_of_torch
-    call: Any
     if isinstance(one, torchs._WeightNorm):
-        call = lambda: torchs.weight_norm(plain, name, one.dim)  # noqa: E731
-    elif isinstance(one, torchs._Orthogonal):
-        call = lambda: torchs.orthogonal(  # noqa: E731
-            plain,
-            name,
-            one.orthogonal_map.name,
-            use_trivialization=hasattr(one, "base"),
-        )
-    elif isinstance(one, torchs._SpectralNorm):
+        return partial(torchs.weight_norm, plain, name, one.dim)
+    if isinstance(one, torchs._Orthogonal):
+        kind, trivial = one.orthogonal_map.name, hasattr(one, "base")
+        return partial(torchs.orthogonal, plain, name, kind, use_trivialization=trivial)
+    if isinstance(one, torchs._SpectralNorm):
         times = getattr(one, "n_power_iterations", 1)
-        call = lambda: torchs.spectral_norm(  # noqa: E731
-            plain, name, times, one.eps, one.dim
-        )
-    elif next(iter([*one.parameters(), *one.buffers()]), None) is not None:
+        return partial(torchs.spectral_norm, plain, name, times, one.eps, one.dim)
+    if [*one.parameters(), *one.buffers()]:
         raise NotKnown(
             f"the parametrization `{type(one).__name__}` of `{name}` holds tensors "
             "of its own"
         )
-    else:
-        call = lambda: parametrize.register_parametrization(  # noqa: E731
-            plain, name, one, unsafe=unsafe
-        )
-    if not check_only:
-        call()
+    register = parametrize.register_parametrization
+    return partial(register, plain, name, one, unsafe=unsafe)
 
 
 def _apply_weight_norm(plain: nn.Module, hook: WeightNorm) -> None:

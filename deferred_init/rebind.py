@@ -199,7 +199,7 @@ def _undo_of(
     slots = [
         (tensor, name, getattr(tensor, name))
         for tensor in (old, new)
-        for name in copyreg._slotnames(type(tensor))  # type: ignore[attr-defined]
+        for name in _slot_names(type(tensor))
         if hasattr(tensor, name)
     ]
     behind = old._cdata
@@ -225,8 +225,7 @@ def _carried(tensor: Tensor) -> dict[str, Any]:
 
 
 def _same_slots(old: Tensor, new: Tensor) -> bool:
-    names = copyreg._slotnames  # type: ignore[attr-defined]
-    return set(names(type(old))) == set(names(type(new)))
+    return set(_slot_names(type(old))) == set(_slot_names(type(new)))
 
 
 def _use_count(tensor: Tensor) -> int:
@@ -237,7 +236,7 @@ def _swap_unchecked(t1: Tensor, t2: Tensor) -> None:
     if type(t1) is not type(t2):
         t1.__class__, t2.__class__ = type(t2), type(t1)
     t1.__dict__, t2.__dict__ = t2.__dict__, t1.__dict__
-    for name in copyreg._slotnames(type(t1)):  # type: ignore[attr-defined]
+    for name in _slot_names(type(t1)):
         first, second = getattr(t1, name, None), getattr(t2, name, None)
         setattr(t1, name, second)
         setattr(t2, name, first)

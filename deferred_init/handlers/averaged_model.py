@@ -84,12 +84,13 @@ def _sources(
     """Find modules outside of the copy that have the same structure."""
     own = {id(one.module) for one in site.post_order()}
     kind = type(inner.module)
-    for root in request.roots:
-        for one in root.post_order():
-            if type(one.module) is kind and id(one.module) not in own:
-                with torch.no_grad():
-                    if difference(inner, site_of(one.module)) is None:
-                        yield one
+    for one in (one for root in request.roots for one in root.post_order()):
+        if type(one.module) is not kind or id(one.module) in own:
+            continue
+        with torch.no_grad():
+            alike = difference(inner, site_of(one.module)) is None
+        if alike:
+            yield one
 
 
 def _pairs(inner: ModuleSite, source: ModuleSite) -> Iterator[tuple[int, Slot]]:

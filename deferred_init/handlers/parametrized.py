@@ -160,22 +160,24 @@ def _method(module: nn.Module, kind: type[nn.Module]) -> str | None:
 def _targets(site: ModuleSite) -> Iterator[tuple[Slot, str]]:
     """Yield the slots that are made, with their places below the module."""
     module = site.module
+    computed = hook_slots(module)
     for slot in site.slots:
-        if slot.kind is SlotKind.TENSOR_ATTRIBUTE:
-            continue  # what a parameter carries was put there by somebody else
-        if slot.owner is module:
-            computed = hook_slots(module)
-            if slot.container is not vars(module) or slot.name in computed:
-                yield slot, slot.name
+        attribute = slot.container is vars(module) and slot.name not in computed
+        if slot.owner is module and not attribute and not _is_carried(slot):
+            yield slot, slot.name
     if not is_parametrized(module):
         return
     prefix = f"{site.fqn}." if site.fqn else ""
-    for child in site.children:
-        if child.module is module.parametrizations:
-            for below in child.post_order():
-                for slot in below.slots:
-                    if slot.kind is not SlotKind.TENSOR_ATTRIBUTE:
-                        yield slot, slot.fqn[len(prefix) :]
+    tables = (c for c in site.children if c.module is module.parametrizations)
+    sites = (below for table in tables for below in table.post_order())
+    for slot in (slot for one in sites for slot in one.slots):
+        if not _is_carried(slot):
+            yield slot, slot.fqn[len(prefix) :]
+
+
+def _is_carried(slot: Slot) -> bool:
+    """Whether a parameter carries it, which somebody else has put there."""
+    return slot.kind is SlotKind.TENSOR_ATTRIBUTE
 
 
 def _at(module: nn.Module, place: str) -> Tensor:

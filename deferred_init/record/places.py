@@ -39,12 +39,7 @@ def remember_places(recording: Recording, result: Any) -> None:
         item = pending.pop()
         if isinstance(item, nn.Module):
             for module in item.modules():
-                for name, tensor in [*module._parameters.items(), *_buffers(module)]:
-                    if isinstance(tensor, DeferredTensor):
-                        held = recording.places.setdefault(module, {})
-                        held[name] = value_of(tensor)
-                        carried = recording.attributes.setdefault(module, {})
-                        carried[name] = tensor.__dict__
+                _remember_tensors(recording, module)
         elif isinstance(item, (list, tuple)):
             pending.extend(item)
         elif isinstance(item, dict):
@@ -54,6 +49,14 @@ def remember_places(recording: Recording, result: Any) -> None:
             pending.extend(
                 getattr(item, each.name, None) for each in dataclasses.fields(item)
             )
+
+
+def _remember_tensors(recording: Recording, module: nn.Module) -> None:
+    """Note the values behind the tensors of one module, and what these carry."""
+    for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        if isinstance(tensor, DeferredTensor):
+            recording.places.setdefault(module, {})[name] = value_of(tensor)
+            recording.attributes.setdefault(module, {})[name] = tensor.__dict__
 
 
 def move_places(old: nn.Module, new: nn.Module) -> None:
@@ -107,7 +110,3 @@ def attributes_in_place(owner: nn.Module, name: str, value: Value) -> dict[str, 
         for name, found in without_internals(carried).items()
         if not name.startswith("_fsdp")  # what `fully_shard` notes for itself
     }
-
-
-def _buffers(module: nn.Module) -> list[tuple[str, Tensor | None]]:
-    return list(module._buffers.items())
