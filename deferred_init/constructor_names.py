@@ -9,17 +9,19 @@ from __future__ import annotations
 import functools
 import inspect
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
+from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["by_type", "calls_of", "calls_twice", "constructors", "init_methods"]
-__all__ += ["draws_of", "writes_of"]
+__all__ = ["by_type", "calls_of", "calls_twice", "constructors", "draws_of"]
+__all__ += ["forget_changed", "init_methods", "writes_of"]
 
 _METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
 # Their code belongs to frameworks that have initializers of their own.
 _FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
+_MAX_DECORATORS = 16
 P = ParamSpec("P")
 T = TypeVar("T")
 _DRAWING_NAMES = frozenset(
@@ -27,13 +29,57 @@ _DRAWING_NAMES = frozenset(
     | {"randint", "randint_like", "randn", "randn_like", "randperm", "set_rng_state"}
 )
 _WRITING_NAMES = frozenset({"apply", "copy_", "data", "fill_"})
+_caches: list[Any] = []
+_code_seen: WeakKeyDictionary[type, tuple[types.CodeType, ...]] = WeakKeyDictionary()
 
 
 def by_type(function: Callable[P, T]) -> Callable[P, T]:
-    """Remember the result for each type; bounded, since it keeps types alive."""
+    """Remember the result for each type; bounded, since it keeps types alive.
+
+    Only what follows from a class's code may be remembered: see `forget_changed`.
+    """
     cached: Any = functools.lru_cache(maxsize=4096)(function)
+    _caches.append(cached)
     result: Callable[P, T] = cached
     return result
+
+
+def forget_changed(module_types: Iterable[type]) -> None:
+    """Forget what is remembered by type if the code of any class has changed.
+
+    IPython's `autoreload` puts the edited code into the classes that there are, and
+    libraries replace constructors and methods.
+    """
+    changed = False
+    for module_type in set(module_types):
+        now = tuple(_code_of(module_type))
+        changed |= _code_seen.get(module_type, now) != now
+        _code_seen[module_type] = now
+    if changed:
+        for cache in _caches:
+            cache.cache_clear()
+
+
+def _code_of(module_type: type) -> Iterator[types.CodeType]:
+    for base in module_type.__mro__:
+        held = vars(base)
+        if _is_in(base, _FOREIGN):  # of which the constructors alone are looked at
+            functions: Iterable[Any] = (held.get("__init__"),)
+        else:
+            functions = held.values()
+        for function in functions:
+            if isinstance(function, types.FunctionType):
+                yield from _codes(function)
+
+
+def _codes(function: types.FunctionType) -> Iterator[types.CodeType]:
+    """Yield the code of a function and of those that it is a decorator around."""
+    wrapped: Any = function
+    for _ in range(_MAX_DECORATORS):
+        yield wrapped.__code__
+        wrapped = getattr(wrapped, "__wrapped__", None)
+        if not isinstance(wrapped, types.FunctionType):
+            return
 
 
 @by_type
@@ -57,7 +103,7 @@ def calls_of(module_type: type) -> tuple[str, ...]:
     for base in reversed(module_type.__mro__):
         constructor = vars(base).get("__init__")
         if base is not nn.Module and isinstance(constructor, types.FunctionType):
-            _collect(constructor.__code__, module_type, seen, done)
+            _collect(constructor, module_type, seen, done)
     return tuple(seen)
 
 
@@ -96,12 +142,12 @@ def draws_of(module_type: type) -> tuple[str, ...]:
 
 def constructors(module_type: type) -> tuple[types.CodeType, ...]:
     """Return the code of user constructors, from the first base to the class."""
-    found = []
+    found: list[types.CodeType] = []
     for base in reversed(module_type.__mro__):
         constructor = vars(base).get("__init__")
         own = not _is_in(base, _FOREIGN)
         if own and isinstance(constructor, types.FunctionType):
-            found.append(constructor.__code__)
+            found.extend(_codes(constructor))
     return tuple(found)
 
 
@@ -115,12 +161,12 @@ def _own_names(module_type: type) -> tuple[str, ...]:
 
 
 def _collect(
-    code: types.CodeType,
+    function: types.FunctionType,
     module_type: type,
     seen: dict[str, None],
     done: set[types.CodeType],
 ) -> None:
-    for one in _nested(code):
+    for one in [inner for code in _codes(function) for inner in _nested(code)]:
         if one in done:
             continue
         done.add(one)
@@ -133,7 +179,7 @@ def _collect(
                 and name not in _METHODS
                 and not _is_in(method, "torch.nn.modules.module")
             ):
-                _collect(method.__code__, module_type, seen, done)
+                _collect(method, module_type, seen, done)
 
 
 def _is_in(one: type | types.FunctionType, modules: str | tuple[str, ...]) -> bool:

@@ -28,7 +28,7 @@ def hollow(tensor: Tensor) -> Tensor:
             tensor.stride(),
         )
     elif tensor.is_meta and not hasattr(tensor, "device_mesh"):
-        data = tensor.detach()
+        data = tensor.data  # which counts its writes apart from those of the tensor
     else:
         data = torch.empty_strided(
             tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta"
@@ -63,8 +63,7 @@ def _is_meta(tensor: Tensor) -> bool:
     """Answer "is it on meta?"; to torch's own init functions, by being filled."""
     if sys._getframe(1).f_globals.get("__name__") != nn.init.__name__:
         return False
-    with torch.no_grad():
-        tensor.zero_()
+    tensor.data.zero_()  # not counted: that function will write nothing
     return True
 
 

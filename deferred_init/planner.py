@@ -9,6 +9,7 @@ from collections.abc import Container, Sequence
 from dataclasses import replace
 
 from deferred_init.aliases import same_elements
+from deferred_init.constructor_names import forget_changed
 from deferred_init.errors import PlanError
 from deferred_init.forecast import peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
@@ -60,6 +61,7 @@ def make_plan(
     if weights is not None:
         request = replace(request, draws_unneeded=weights.draws_all)
     request = replace(request, roots=inventory.roots)
+    forget_changed(type(site.module) for site in inventory.sites())
     claims = _Claims(inventory, request, weights)
     needed = _deferred_by_site(inventory)
     if not claims.take_leaves():
@@ -89,7 +91,7 @@ def make_plan(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
             *tree_assumptions(steps, inventory),
-            *value_assumptions(steps),
+            *value_assumptions(steps, inventory),
         ),
         final_bytes=final_bytes,
         scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,

@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
 from deferred_init.errors import listing
-from deferred_init.handlers.protocol import Step
-from deferred_init.slots import Slot
+from deferred_init.handlers.protocol import Claim, Step
+from deferred_init.slots import Inventory, Slot
 
 __all__ = ["value_assumptions"]
 
@@ -25,31 +25,32 @@ _PLAIN = (nn.Parameter, torch.Tensor)
 _CONSTANT = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase)
 
 
-def value_assumptions(steps: Sequence[Step]) -> tuple[str, ...]:
-    """Name tensors of `torch.nn` modules that were written, replaced or cast since.
+def value_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+    """Name tensors that were written otherwise than their steps do, or cast since.
 
-    Only tensors are named that one `reset_parameters` of torch's makes and no other
-    initializer writes to. A write through `.data` is not counted by torch.
+    Only tensors are named of whose writes every step tells how many there are: those
+    of torch's `reset_parameters` and of init methods that were tried. A write through
+    `.data` is not counted by torch.
     """
-    slots = tuple(_made_by_torch(steps))
-    return (*_written(steps, slots), *_cast(slots))
+    return (*_written(steps, inventory), *_cast(tuple(_made_by_torch(steps))))
 
 
-def _written(steps: Sequence[Step], slots: Sequence[Slot]) -> Iterator[str]:
-    """Name what was written more often than torch's constructors do, or less often."""
-    again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
+def _written(steps: Sequence[Step], inventory: Inventory) -> Iterator[str]:
+    """Name what was written more often than the steps write it, or less often."""
     default = torch.get_default_dtype()
     more, less = [], []
-    for slot in slots:
+    told = {id(s.tensor) for step in steps for s in _told_of(step.claim)}
+    for slot, expected in _expected(steps):
         tensor = slot.tensor
-        if id(tensor) in again or tensor.is_inference():  # which counts no writes
+        # Inference tensors count no writes, and views count those to their base too.
+        if tensor.is_inference() or inventory.groups[id(tensor)].shared:
             continue
-        num_more = tensor._version - _num_writes(slot)
+        num_more = tensor._version - expected
         if num_more > 0:
             more.append(slot.fqn)
         # What was sharded or cast is another object as well, and named elsewhere.
         elif num_more < 0 and tensor.dtype == default and type(tensor) in _PLAIN:
-            less.append(slot.fqn)
+            less += [slot.fqn] if id(tensor) not in told else []
     if more:
         yield (
             f"{listing(more)}: what was written there after the constructor of its "
@@ -59,9 +60,39 @@ def _written(steps: Sequence[Step], slots: Sequence[Slot]) -> Iterator[str]:
     if less:
         yield (
             f"{listing(less)}: copied or put there after the constructor of its own "
-            "module had drawn others; values are given as if those had stayed. "
-            "Where they are not the same, build the model inside `deferred_init(...)`"
+            "module had drawn others, or not initialized by it; values are given as "
+            "if it had and those had stayed. Where they are not the same, build the "
+            "model inside `deferred_init(...)`"
         )
+
+
+def _told_of(claim: Claim) -> tuple[Slot, ...]:
+    """Return what an init method writes whose claim says already what it assumes."""
+    known = claim.num_writes is not None and claim.assumptions
+    return (*claim.slots, *claim.rewrites) if known else ()
+
+
+def _expected(steps: Sequence[Step]) -> Iterator[tuple[Slot, int]]:
+    """Yield tensors of whose writes all is known, and how many the steps make."""
+    found: dict[int, Slot] = {}
+    counts: dict[int, int] = {}
+    unknown: set[int] = set()
+    for step in steps:
+        claim = step.claim
+        for slot in (*claim.slots, *claim.rewrites):
+            if hasattr(type(slot.tensor), "__records_operations__"):
+                continue
+            key = id(slot.tensor)
+            if claim.num_writes is not None:
+                counts[key] = counts.get(key, 0) + claim.num_writes[key]
+            elif step.initializer.name == _TORCH and slot not in claim.rewrites:
+                counts[key] = counts.get(key, 0) + _num_writes(slot)
+            else:
+                unknown.add(key)
+            found.setdefault(key, slot)
+    for key, slot in found.items():
+        if key not in unknown:
+            yield slot, counts[key]
 
 
 def _cast(slots: Sequence[Slot]) -> Iterator[str]:

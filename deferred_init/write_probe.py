@@ -27,10 +27,11 @@ from deferred_init.rng import GeneratorSnapshot
 from deferred_init.silent_writes import is_silent_write
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["Names", "ProbeError", "Writes", "likeness", "probe_writes", "stand_in"]
+__all__ = ["Names", "ProbeError", "Writes", "count_of", "likeness", "probe_writes"]
+__all__ += ["stand_in"]
 
 _MAX_DEPTH = 8
-Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
+Names = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], tuple[int, ...]]
 _INTERNALS = frozenset(vars(nn.Module()))
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 _PLAIN = frozenset({int, float, str, bool, type(None)})
@@ -48,25 +49,35 @@ class Writes:
         filled: Deferred slots that it overwrites completely.
         touched: Deferred slots that it writes in part, or changes.
         real: Slots with memory that it would write to.
+        counts: How often it would write to each of the deferred ones.
     """
 
     filled: tuple[Slot, ...]
     touched: tuple[Slot, ...]
     real: tuple[Slot, ...]
+    counts: tuple[int, ...]
 
     @property
     def names(self) -> Names:
         """The names of the slots, which keep no module alive."""
         kinds = (self.filled, self.touched, self.real)
         first, second, third = (tuple(s.name for s in slots) for slots in kinds)
-        return first, second, third
+        return first, second, third, self.counts
+
+    @property
+    def num_writes(self) -> dict[int, int]:
+        """How often it would write to each deferred tensor, by `id`."""
+        deferred = (*self.filled, *self.touched)
+        numbered = zip(deferred, self.counts, strict=True)
+        return {id(slot.tensor): count for slot, count in numbered}
 
     @staticmethod
     def on(site: ModuleSite, names: Names) -> Writes:
         """Return what the names stand for in a module that is alike."""
         by_name = {slot.name: slot for slot in site.slots}
-        filled, touched, real = (tuple(by_name[n] for n in kind) for kind in names)
-        return Writes(filled=filled, touched=touched, real=real)
+        *kinds, counts = names
+        filled, touched, real = (tuple(by_name[n] for n in kind) for kind in kinds)
+        return Writes(filled=filled, touched=touched, real=real, counts=counts)
 
 
 def likeness(site: ModuleSite) -> Hashable | None:
@@ -77,7 +88,8 @@ def likeness(site: ModuleSite) -> Hashable | None:
     """
     if site.children or len({id(s.tensor) for s in site.slots}) != len(site.slots):
         return None
-    held = vars(site.module).items()
+    module = site.module
+    held = vars(module).items()
     values = tuple([(k, type(v), v) for k, v in held if k not in _INTERNALS])
     if not _PLAIN.issuperset([kind for _, kind, _ in values]):
         return None
@@ -88,7 +100,10 @@ def likeness(site: ModuleSite) -> Hashable | None:
         one = slot.tensor
         slots += (slot.name, type(one), one.size(), one.stride(), one.dtype)
         slots += (slot.deferred, one.requires_grad, one.storage_offset())
-    return (type(site.module), tuple(slots), values)
+    # Names that are registered and hold nothing are in no slot.
+    names = (*module._parameters, None, *module._buffers, module.training)
+    unsaved = frozenset(module._non_persistent_buffers_set)
+    return (type(module), tuple(slots), values, names, unsaved)
 
 
 def probe_writes(site: ModuleSite, call: Callable[[nn.Module], object]) -> Writes:
@@ -115,6 +130,7 @@ def _probe(
     memo: dict[int, Any] = {}
     twin = stand_in(site, memo)
     before = {id(s.tensor): storage_key(memo[id(s.tensor)]) for s in slots}
+    version = {id(s.tensor): count_of(memo[id(s.tensor)]) for s in slots}
     generators = GeneratorSnapshot(torch.device("cpu"))
     try:
         with warnings.catch_warnings(), device, _Probe() as watch:
@@ -140,7 +156,18 @@ def _probe(
             filled.append(slot)
         else:
             touched.append(slot)
-    return Writes(filled=tuple(filled), touched=tuple(touched), real=tuple(real))
+    keys = [id(slot.tensor) for slot in (*filled, *touched)]
+    return Writes(
+        filled=tuple(filled),
+        touched=tuple(touched),
+        real=tuple(real),
+        counts=tuple(count_of(memo[key]) - version[key] for key in keys),
+    )
+
+
+def count_of(tensor: Tensor) -> int:
+    """Return how often torch has counted a write to a tensor, or to a view of it."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def stand_in(site: ModuleSite, memo: dict[int, Any]) -> nn.Module:

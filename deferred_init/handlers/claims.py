@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -89,6 +89,8 @@ class Claim:
             slots again, or is asked about modules that have no others.
         stored: Those of the slots that are stored quantized, and how.
         joined: Those of the slots that become parts of another Parameter.
+        num_writes: How often it writes to each tensor, by `id`, as torch counts them;
+            None if that is not known.
     """
 
     slots: tuple[Slot, ...] = ()
@@ -101,6 +103,7 @@ class Claim:
     settled: bool = False
     stored: tuple[tuple[Slot, Representation], ...] = ()
     joined: tuple[Slot, ...] = ()
+    num_writes: Mapping[int, int] | None = None
 
     def leaves(self, slots: Iterable[Slot]) -> list[Slot]:
         """Return those of the slots that code would write, which the claim must not.

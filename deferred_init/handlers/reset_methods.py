@@ -49,7 +49,6 @@ __all__ = ["ResetMethods"]
 _PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _HOOK = "_init_weights"
 _RESET = "reset_parameters"
-_MAX_KNOWN = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +77,10 @@ class _Below:
         return [*self.real, *claim.leaves(self.written)]
 
 
+class _Known(dict[Hashable, Names]):
+    """What the methods write in modules that are alike, by their likeness."""
+
+
 class ResetMethods:
     """Runs the init methods that a module's class defines."""
 
@@ -86,7 +89,6 @@ class ResetMethods:
 
     def __init__(self) -> None:
         self._below: WeakKeyDictionary[nn.Module, _Below] = WeakKeyDictionary()
-        self._known: dict[Hashable, Names] = {}
 
     def claim(
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
@@ -101,7 +103,7 @@ class ResetMethods:
             return _only_hints(module)
         source = f"{type(module).__name__}.{', '.join(calls)}"
         try:
-            writes = self._probe(site, calls)
+            writes = _probe(site, calls, request.once(_probe, _Known))
         except ProbeError as error:
             return Claim(slots=tuple(wanted), problems=(_unknown(site, source, error),))
         if not writes.filled and not writes.touched:
@@ -113,19 +115,8 @@ class ResetMethods:
             rewrites=writes.touched,
             source=source,
             assumptions=tuple(_assumptions(module, calls, certain)),
+            num_writes=writes.num_writes,
         )
-
-    def _probe(self, site: ModuleSite, calls: tuple[str, ...]) -> Writes:
-        """Try the methods; once for all modules that are made alike."""
-        key = likeness(site)
-        if key is None:
-            return probe_writes(site, lambda twin: _run_all(twin, calls))
-        if key not in self._known:
-            if len(self._known) >= _MAX_KNOWN:
-                self._known.clear()
-            writes = probe_writes(site, lambda twin: _run_all(twin, calls))
-            self._known[key] = writes.names
-        return Writes.on(site, self._known[key])
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Run the methods in place, with tensors that are real out of their reach."""
@@ -137,6 +128,21 @@ class ResetMethods:
         aside = below.not_for(step.claim) if below else ()
         with set_aside(aside) if aside else nullcontext(), workspace.filling(step):
             _run_all(module, calls)
+
+
+def _probe(site: ModuleSite, calls: tuple[str, ...], known: _Known) -> Writes:
+    """Try the methods; once for all modules of a call that are made alike.
+
+    Not once for good: between two calls the methods may be replaced, and so may what
+    they look at outside of the module.
+    """
+    key = likeness(site)
+    if key is None:
+        return probe_writes(site, lambda twin: _run_all(twin, calls))
+    if key not in known:
+        writes = probe_writes(site, lambda twin: _run_all(twin, calls))
+        known[key] = writes.names
+    return Writes.on(site, known[key])
 
 
 def _calls(module: nn.Module) -> tuple[tuple[str, ...], bool]:
@@ -210,6 +216,12 @@ def _assumptions(
             "though it does not call it"
         )
     for name in calls:
+        if name in vars(module):
+            yield (
+                f"`{name}` of a {kind} module was replaced before its constructor "
+                "called it; where that was done later, build the model inside "
+                "`deferred_init(...)`"
+            )
         if calls_with_arguments(type(module), name) and _has_options(module, name):
             yield (
                 f"the constructor of {kind} calls `{name}` with arguments; here it is "
