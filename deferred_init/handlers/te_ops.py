@@ -45,6 +45,15 @@ from deferred_init.te.sharded import adopt_part, stand_in
 __all__ = ["BasicOpInit"]
 
 _HOOK = "pre_first_fuser_forward"
+_NO_WEIGHTS = Choice(
+    quantized=False,
+    built_quantized=False,
+    te_recipe=None,
+    own=True,
+    keep_high_precision=False,
+    inference=False,
+)
+"""What becomes of an op without weights that could be quantized."""
 
 
 class BasicOpInit:
@@ -182,24 +191,18 @@ def _method(op: Any, device: torch.device) -> str | None:
     """Name the method that makes an op's parameters on a device."""
     hook = getattr(type(op), _HOOK, None)
     has_hook = hook is not None and hook is not getattr(BasicOperation, _HOOK, None)
-    has_reset = hasattr(op, "reset_parameters")
-    if has_hook and (device.type == "cuda" or not has_reset):
+    if has_hook and device.type == "cuda":
         return _HOOK
-    return "reset_parameters" if has_reset else None
+    if hasattr(op, "reset_parameters"):
+        return "reset_parameters"
+    return _HOOK if has_hook else None
 
 
 def _choice(site: ModuleSite, request: Request) -> Choice:
     op: Any = site.module
-    flag = getattr(op, "_with_quantized_weight", None)
-    if flag is None:  # an op without weights that could be quantized
-        return Choice(
-            quantized=False,
-            built_quantized=False,
-            te_recipe=None,
-            own=True,
-            keep_high_precision=False,
-            inference=False,
-        )
+    flag = vars(op).get("_with_quantized_weight")
+    if flag is None:
+        return _NO_WEIGHTS
     own = own_recipe_of_op(op)
     return choose(site.fqn, request, built=bool(flag), own_recipe=own)
 
@@ -215,10 +218,10 @@ def _recipe_state_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...
 
 
 def _delayed_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...]:
-    joins = getattr(op, "single_grouped_weight", False)
-    if not (joins and choice.quantized and choice.te_recipe is not None):
+    if not choice.quantized or choice.te_recipe is None:
         return ()
-    if not choice.te_recipe.delayed():
+    joins = getattr(op, "single_grouped_weight", False)
+    if not (joins and choice.te_recipe.delayed()):
         return ()
     return (
         f"{label} joins its weights into one, which Transformer Engine does not do "

@@ -31,6 +31,8 @@ def is_grouped(module: Any) -> bool:
 
 def joined_slots(module: Any, slots: Iterable[Slot]) -> tuple[Slot, ...]:
     """Return the parameters that become parts of one, of those that are given."""
+    if not is_grouped(module):
+        return ()
     kinds = [
         kind
         for kind in ("weight", "bias")

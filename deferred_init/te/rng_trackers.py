@@ -57,13 +57,11 @@ def parts_drawn_alike(module: Any, label: str, policy: str) -> tuple[str, ...]:
     A tensor-parallel module holds a part under the name of the whole, and a seed that
     is made from the name takes the place of the tracker's generator.
     """
+    if policy not in BY_NAME:
+        return ()
     size = getattr(module, "tp_size", getattr(module, "tensor_parallel_size", 1)) or 1
     modes = ("parallel_mode", "tensor_parallel_mode", "set_parallel_mode")
-    if (
-        policy not in BY_NAME
-        or size < 2
-        or not any(getattr(module, m, 0) for m in modes)
-    ):
+    if size < 2 or not any(getattr(module, m, 0) for m in modes):
         return ()
     return (
         f'{label} draws its part of {size} under rng="{policy}", which gives '
@@ -74,7 +72,10 @@ def parts_drawn_alike(module: Any, label: str, policy: str) -> tuple[str, ...]:
 
 def _tracker(module: nn.Module) -> Any:
     """Return the tracker that a module draws its weights from, or None."""
+    held, own = vars(module), type(module)
     for place in _PLACES:
+        if place not in held and not hasattr(own, place):
+            continue  # without asking the module, whose `__getattr__` is slow
         function = getattr(module, place, None)
         if not callable(function):
             continue
