@@ -41,10 +41,10 @@ from deferred_init.te.high_precision import (
     shares_buffer,
 )
 from deferred_init.te.init_records import (
+    KeptInitRecords,
     has_record,
     init_context,
     is_of_te,
-    kept_init_records,
     record_of,
 )
 from deferred_init.te.quantization import (
@@ -123,10 +123,10 @@ class TEModuleInit:
             return
         if not choice.quantized and _is_dense(step):
             with (
-                torch.no_grad(),
                 workspace.filling(step),
-                kept_init_records(module),
+                KeptInitRecords(module),
                 init_context(module),
+                torch.no_grad(),  # at the end, as it asks function modes as well
             ):
                 module.reset_parameters()
                 _prefer_all_carried(claim.slots)
@@ -153,11 +153,11 @@ def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
     inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
     device = workspace.request.device
     with (
-        choice.grad_mode(),
         workspace.filling(replace(step, claim=inner)),
-        kept_init_records(module),
+        KeptInitRecords(module),
         set_aside_quantized(loaded),
         init_context(module),
+        choice.grad_mode(),
         lent_high_precision(module, whole, choice.te_recipe, device) as buffer,
     ):
         module.reset_parameters()
@@ -202,7 +202,7 @@ def _run_grouped(step: Step, workspace: Workspace, *, quantized: bool) -> None:
     split_early_bias(module)
     if not quantized:
         lend_scratch(module, workspace.request.device)
-    with kept_init_records(module):
+    with KeptInitRecords(module):
         module.reset_parameters()
     adopt_or_merge(module, slots, workspace)
 

@@ -7,6 +7,7 @@ the recipe's quantizers in place, and what it makes is adopted by the old object
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from deferred_init.handlers.registry import (
     add_refresher,
     has_user_rule,
 )
+from deferred_init.record.paused import without_default_device
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.fusers import FuserRefresher
 from deferred_init.te.grouped import (
@@ -116,15 +118,16 @@ class BasicOpInit:
         if isinstance(vars(op).get("device"), torch.device):
             # Bias remembers the current device of the time of its construction.
             vars(op)["device"] = device
-        with choice.grad_mode():
-            if is_grouped(op) and device.type != "cuda":
+        if is_grouped(op) and device.type != "cuda":
+            with choice.grad_mode():
                 lend_scratch(op, device)
                 op.reset_parameters()
                 adopt_or_merge(op, _parameters(step), workspace)
-            elif _method(op, device) == "reset_parameters":
-                with workspace.filling(step):
-                    op.reset_parameters()
-            else:
+        elif _method(op, device) == "reset_parameters":
+            with workspace.filling(step), _init_context(op), choice.grad_mode():
+                op.reset_parameters()
+        else:
+            with _init_context(op), choice.grad_mode():
                 _run_hook(step, workspace)
         if choice.keep_high_precision and choice.quantized:
             workspace.note(
@@ -175,6 +178,28 @@ def _adopt(op: Any, slots: list[Slot], workspace: Workspace) -> None:
             workspace.adopt(slot, made)
         if not slot.tensor.is_meta:
             slot.write(slot.tensor)
+
+
+def _init_context(op: Any) -> AbstractContextManager[object]:
+    """Leave out the default device where TE's own code makes the parameters.
+
+    It names the device of all that it allocates.
+    """
+    tracked = vars(op).get("_rng_state_tracker_function") is not None
+    if tracked or not all(map(_is_of_te, _makers(type(op)))):
+        return nullcontext()
+    return without_default_device()
+
+
+def _makers(kind: type) -> list[Any]:
+    """Return the functions of a class that make its parameters."""
+    found = [getattr(kind, name, None) for name in (_HOOK, "reset_parameters")]
+    return [function for function in found if function is not None]
+
+
+def _is_of_te(function: Any) -> bool:
+    module = getattr(function, "__module__", None) or ""
+    return module.startswith("transformer_engine.")
 
 
 def _check_device(slots: list[Slot], device: torch.device) -> None:

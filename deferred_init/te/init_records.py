@@ -14,8 +14,7 @@ and count.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -23,7 +22,7 @@ from torch import nn
 
 from deferred_init.record.paused import without_default_device
 
-__all__ = ["has_record", "init_context", "is_of_te", "kept_init_records", "record_of"]
+__all__ = ["KeptInitRecords", "has_record", "init_context", "is_of_te", "record_of"]
 __all__ += ["only_known_init_functions", "remember_init_records"]
 
 _NAMES = re.compile(r"(layer_norm_|fc1_|fc2_)?(weight|bias)\d*")
@@ -57,27 +56,37 @@ def has_record(module: Any, name: str) -> bool:
     return record is not None and not _is_default(record)
 
 
-@contextmanager
-def kept_init_records(module: Any) -> Iterator[None]:
-    """Let TE's own method run with the right records, for its own parameters."""
-    saved = {**module.param_init_meta, **_records.get(module, {})}
-    module.param_init_meta.update(saved)
-    order = list(module._parameters)
-    hidden = {
-        name: module._parameters.pop(name)
-        for name in order
-        if not (has_record(module, name) or is_of_te(module, name))
-        and module._parameters[name] is not None
-    }
-    try:
-        yield
-    finally:
-        module.param_init_meta.update(saved)
-        if hidden:
-            now = {**module._parameters, **hidden}
-            module._parameters.clear()
-            module._parameters.update({name: now.pop(name) for name in order})
-            module._parameters.update(now)
+class KeptInitRecords:
+    """Context in which TE's own method has the right records, for its own parameters.
+
+    A class and not a generator: it is entered for every module of a model.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self._saved = {**module.param_init_meta, **_records.get(module, {})}
+        self._order = list(module._parameters)
+        self._hidden: dict[str, nn.Parameter] = {}
+
+    def __enter__(self) -> None:
+        """Put the records in place, and hide what a subclass added."""
+        module = self._module
+        module.param_init_meta.update(self._saved)
+        for name in self._order:
+            if has_record(module, name) or is_of_te(module, name):
+                continue
+            if module._parameters[name] is not None:
+                self._hidden[name] = module._parameters.pop(name)
+
+    def __exit__(self, *_error: object) -> None:
+        """Bring back what TE's method changed of the records, and what was hidden."""
+        params = self._module._parameters
+        self._module.param_init_meta.update(self._saved)
+        if self._hidden:
+            now = {**params, **self._hidden}
+            params.clear()
+            params.update({name: now.pop(name) for name in self._order})
+            params.update(now)
 
 
 def init_context(module: Any) -> AbstractContextManager[object]:
