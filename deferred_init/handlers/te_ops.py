@@ -42,7 +42,7 @@ from deferred_init.te.quantization import (
     whole_bytes,
 )
 from deferred_init.te.rng_trackers import parts_drawn_alike, tracker_restorer
-from deferred_init.te.sharded import adopt_part, stand_in
+from deferred_init.te.sharded import adopt_part, memory_for, stand_in
 
 __all__ = ["BasicOpInit"]
 
@@ -149,10 +149,15 @@ def _run_hook(step: Step, workspace: Workspace) -> None:
         blank = torch.empty(original.shape, dtype=original.dtype, device="meta")
         is_param = slot.kind is SlotKind.PARAMETER
         slot.write(nn.Parameter(blank) if is_param else blank)
+    lends = _can_be_lent(op, slots)
     for slot in slots:
-        if is_sharded(slot.tensor):
+        if lends:
+            slot.write(memory_for(slot, workspace.request.device))
+        elif is_sharded(slot.tensor):
             slot.write(stand_in(slot))
     try:
+        if lends:
+            op.reset_parameters()
         getattr(op, _HOOK)()
         _check_device(slots, workspace.request.device)
         _adopt(op, slots, workspace)
@@ -178,6 +183,20 @@ def _adopt(op: Any, slots: list[Slot], workspace: Workspace) -> None:
             workspace.adopt(slot, made)
         if not slot.tensor.is_meta:
             slot.write(slot.tensor)
+
+
+def _can_be_lent(op: Any, slots: list[Slot]) -> bool:
+    """Whether TE makes the parameters of an op in memory that it is given.
+
+    As its constructor does. What it finds on meta it allocates by `torch.empty_like`,
+    see the note in `te/high_precision.py`.
+    """
+    makers = _makers(type(op))
+    return (
+        len(makers) == 2
+        and all(map(_is_of_te, makers))
+        and all(slot.name in ("weight", "bias") for slot in slots)
+    )
 
 
 def _init_context(op: Any) -> AbstractContextManager[object]:

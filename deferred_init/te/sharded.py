@@ -24,7 +24,7 @@ from deferred_init.handlers.registry import allocator_for
 from deferred_init.slots import Slot
 from deferred_init.te.probe import is_quantized
 
-__all__ = ["MODEL_PARALLEL_ATTRIBUTES", "adopt_part", "stand_in"]
+__all__ = ["MODEL_PARALLEL_ATTRIBUTES", "adopt_part", "memory_for", "stand_in"]
 
 MODEL_PARALLEL_ATTRIBUTES = (
     "tensor_model_parallel",
@@ -39,6 +39,13 @@ def stand_in(slot: Slot) -> nn.Parameter:
     tensor = slot.tensor
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(whole, requires_grad=tensor.requires_grad)
+
+
+def memory_for(slot: Slot, device: torch.device) -> nn.Parameter:
+    """Return memory for a whole parameter, in place of a deferred one."""
+    tensor = slot.tensor
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+    return nn.Parameter(whole, requires_grad=False)
 
 
 def adopt_part(slot: Slot, made: Tensor, workspace: Workspace) -> None:
