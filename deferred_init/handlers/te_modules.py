@@ -151,14 +151,17 @@ def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
     # size in any case, and thrown away as it is not claimed.
     whole = [slot for slot in late if not is_sharded(slot.tensor)]
     inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
-    device = workspace.request.device
+    request = workspace.request
+    lent = lent_high_precision(
+        module, whole, choice.te_recipe, request.device, request.rng
+    )
     with (
         workspace.filling(replace(step, claim=inner)),
         KeptInitRecords(module),
         set_aside_quantized(loaded),
         init_context(module),
         choice.grad_mode(),
-        lent_high_precision(module, whole, choice.te_recipe, device) as buffer,
+        lent as buffer,
     ):
         module.reset_parameters()
         _prefer_all_carried(early)

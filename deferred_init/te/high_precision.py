@@ -28,7 +28,11 @@ __all__ = ["lent_high_precision", "set_aside_quantized", "shares_buffer"]
 
 @contextmanager
 def lent_high_precision(
-    module: Any, weights: Sequence[Slot], te_recipe: Any, device: torch.device
+    module: Any,
+    weights: Sequence[Slot],
+    te_recipe: Any,
+    device: torch.device,
+    policy: str = "eager",
 ) -> Iterator[Tensor | None]:
     """Lend the weights of a module memory in which TE draws them.
 
@@ -37,16 +41,20 @@ def lent_high_precision(
         weights: Its parameters on meta that are going to be quantized.
         te_recipe: The recipe by which they are.
         device: Where.
+        policy: The RNG policy. `"fast"` fills whole memories only, so that weights of
+            several sizes get theirs from TE: else the generator of the smaller ones
+            would depend on what else is deferred.
 
     Yields:
         The buffer, or None if none was lent. Where it is still in a slot, or shared
         by what stands there, TE did not quantize the weight.
     """
-    if not _can_share(module, weights, te_recipe):
+    sizes = {slot.tensor.numel() for slot in weights}
+    in_parts = policy == "fast" and len(sizes) > 1
+    if in_parts or not _can_share(module, weights, te_recipe):
         yield None
         return
-    largest = max(slot.tensor.numel() for slot in weights)
-    buffer = torch.empty(largest, dtype=weights[0].tensor.dtype, device=device)
+    buffer = torch.empty(max(sizes), dtype=weights[0].tensor.dtype, device=device)
     lent = []
     for slot in weights:
         part = buffer[: slot.tensor.numel()].view(slot.tensor.size())

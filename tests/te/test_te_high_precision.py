@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 import deferred_init as di
+from deferred_init.fast.distributions import Normal
+from deferred_init.fast.fill import fillable
 from deferred_init.handlers.ecosystems import load_handlers
 from deferred_init.inventory import take_inventory
 from deferred_init.slots import Slot
@@ -48,6 +50,24 @@ def test_weights_of_a_module_share_a_buffer_of_the_largest_and_draw_as_in_eager(
     twin = te.LayerNormMLP(8, 16, activation="swiglu", device="cpu")
     for name, values in drawn.items():
         assert torch.equal(values, twin._parameters[name]), name
+
+
+def test_weights_that_a_fast_fill_writes_have_all_of_what_they_are_lent(
+    te: Any,
+) -> None:
+    mlp, slots = _mlp(te)
+    with lent_high_precision(mlp, slots, None, CPU, "fast") as buffer:
+        assert buffer is None  # else `fc2_weight` would be a part of a larger memory
+    single = [slot for slot in slots if slot.name == "fc2_weight"]
+    for module, weights in ((mlp, single), _squares(te)):
+        with lent_high_precision(module, weights, None, CPU, "fast") as buffer:
+            assert buffer is not None
+            assert all(fillable(slot.read(), Normal(0.0, 1.0)) for slot in weights)
+
+
+def _squares(te: Any) -> Any:
+    mlp = te.LayerNormMLP(8, 16, device="meta")
+    return mlp, [slot for slot in _weights(mlp) if slot.name.startswith("fc")]
 
 
 def test_what_was_put_into_a_slot_stays_there(te: Any) -> None:
