@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from deferred_init.aliases import is_deferred
 from deferred_init.audit.hooks import hook_is_registered
 from deferred_init.audit.scene import Scene, register_detector
-from deferred_init.audit.snapshot import TensorBefore, tensor_hooks
+from deferred_init.audit.snapshot import TensorBefore, geometry, tensor_hooks
 from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.report import Finding
 
@@ -55,10 +55,10 @@ def changed_geometry(scene: Scene) -> Iterator[Finding]:
     """Find other sizes or strides."""
     for before, place in scene.pairs():
         tensor = place.tensor
-        stride = tensor.stride() if tensor.layout is torch.strided else before.stride
-        if tensor.size() != before.size:
-            wrong = f"size {tuple(before.size)}", f"{tuple(tensor.size())}"
-        elif stride != before.stride and tensor.numel() > 1:
+        size, stride = geometry(tensor)
+        if size != before.size:
+            wrong = f"size {tuple(before.size)}", f"{tuple(size)}"
+        elif stride is not None and stride != before.stride and tensor.numel() > 1:
             wrong = f"strides {before.stride}", f"{stride}"
         else:
             continue

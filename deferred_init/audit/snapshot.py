@@ -25,6 +25,7 @@ __all__ = [
     "Share",
     "Snapshot",
     "TensorBefore",
+    "geometry",
     "shares_of",
     "take_snapshot",
 ]
@@ -162,23 +163,35 @@ def _tensor_before(place: Place) -> TensorBefore:
     tensor = place.tensor
     own = getattr(type(tensor), "__carried_attributes__", None)
     carried = tensor.__dict__ if own is None else own(tensor)
-    strided = tensor.layout is torch.strided
+    size, stride = geometry(tensor)
     deferred = is_deferred(tensor)
     return TensorBefore(
         place=place,
         tensor=tensor,
         deferred=deferred,
         is_parameter=isinstance(tensor, nn.Parameter),
-        size=tensor.size(),
-        stride=tensor.stride() if strided else None,
+        size=size,
+        stride=stride,
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
         is_leaf=is_leaf(tensor),
         attributes=dict(carried) if carried else {},
         hooks=tensor_hooks(tensor),
         version=None if deferred or tensor.is_inference() else tensor._version,
-        storage=storage_key(tensor) if strided and tensor.numel() else None,
+        storage=None if stride is None or not tensor.numel() else storage_key(tensor),
     )
+
+
+def geometry(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...] | None]:
+    """Return a tensor's size and strides; no strides where its layout has none.
+
+    A nested tensor without layout `torch.jagged` has a first size alone.
+    """
+    if tensor.layout is not torch.strided:
+        return tensor.size(), None
+    if tensor.is_nested:
+        return torch.Size([tensor.size(0)]), None
+    return tensor.size(), tensor.stride()
 
 
 def _module_before(found: ModulePlace) -> ModuleBefore:

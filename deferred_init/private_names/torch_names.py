@@ -25,6 +25,11 @@ TORCH_NAMES = (
             "never leave it out: init functions run a little slower",
         ),
         (
+            "_C._functorch.peek_interpreter_stack",
+            "leave factories inside of `torch.vmap` to torch",
+            "dispatch every factory: recording takes longer",
+        ),
+        (
             "_C._nn._parse_to",
             "send `module.to(0)` to meta where there is no GPU",
             "leave it out: only a machine without a GPU refuses such a call",

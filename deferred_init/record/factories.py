@@ -99,7 +99,8 @@ def _factory(
 ) -> Any:
     """Record a common factory as one node, without dispatching it."""
     place = mode.place(kwargs.get("device"))
-    if place is None or not kwargs.keys() <= _PLAIN_OPTIONS or not _sized(func, args):
+    plain = kwargs.keys() <= _PLAIN_OPTIONS and not _in_transform()
+    if place is None or not plain or not _sized(func, args):
         if kwargs.get("device") is None:
             return mode.call(func, args, kwargs, Place(None))
         return mode.placed(func, args, kwargs)
@@ -118,6 +119,11 @@ def _factory(
         value = new_value(recording, node.index, meta, place.device)
         node.outs = (value,)
     return wrap(value, kwargs.get("requires_grad", False))
+
+
+def _in_transform() -> bool:
+    """Whether `torch.func` has a say: `vmap` draws once for each of a batch."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def _sized(func: Any, args: Any) -> bool:

@@ -250,6 +250,8 @@ def _run_early(
     def real(item: Any) -> Any:
         if isinstance(item, DeferredTensor):
             return late.early_value(value_of(item))
+        if isinstance(item, torch.device):
+            return late.early_device(recording)
         if isinstance(item, (list, tuple)):
             return type(item)(real(part) for part in item)
         return item
@@ -257,8 +259,6 @@ def _run_early(
     with recording.lock:
         real_args = [real(arg) for arg in args]
         real_kwargs = {key: real(arg) for key, arg in kwargs.items()}
-        if real_kwargs.get("device") is not None:
-            real_kwargs["device"] = late.early_device(recording)
         try:
             with plain_torch():
                 return func(*real_args, **real_kwargs)

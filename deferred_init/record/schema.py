@@ -33,7 +33,7 @@ _DRAWS = frozenset({"aten::_sobol_engine_draw"})
 
 
 # Meta has no such tensors, or claims them to be strided.
-_OPAQUE = ("sparse", "mkldnn", "quantize")
+_OPAQUE = ("sparse", "mkldnn", "quantize", "nested_tensor")
 
 
 class OpInfo:

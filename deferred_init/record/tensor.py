@@ -20,8 +20,10 @@ from torch import Tensor, nn
 
 from deferred_init.record.fills import fill_method
 from deferred_init.record.graph import Recording
+from deferred_init.record.indices import with_values
 from deferred_init.record.nodes import Storage, Value
 from deferred_init.record.paused import no_dispatch
+from deferred_init.record.problems import RecordError, user_line
 
 __all__ = [
     "DeferredTensor",
@@ -153,6 +155,17 @@ class DeferredTensor(torch.Tensor):
         """Record a move to the CPU."""
         return self.to(torch.device("cpu"))
 
+    def share_memory_(self) -> Tensor:
+        """Refuse: there is no memory that processes could share."""
+        raise RecordError(
+            f"`share_memory_` at {user_line()} is asked of a tensor without memory: "
+            "materialize the model first, then call `model.share_memory()`"
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        result: Tensor = _base.__getitem__(self, with_values(index))
+        return result
+
     def __setitem__(self, index: Any, value: Any) -> None:
         # torch would put a number into a plain meta tensor, which forgets it.
         if isinstance(value, (bool, int, float, complex)):
@@ -160,7 +173,7 @@ class DeferredTensor(torch.Tensor):
                 value = torch.tensor(value, dtype=self.dtype)
         if not isinstance(value, DeferredTensor):
             value = wrap(late.as_value(value_of(self).recording, value))
-        _base.__setitem__(self, index, value)
+        _base.__setitem__(self, with_values(index), value)
 
     def tolist(self) -> Any:
         """Compute the values now and return them as Python numbers."""
@@ -175,6 +188,12 @@ class DeferredTensor(torch.Tensor):
     def __array__(self, dtype: Any = None, *args: Any, **kwargs: Any) -> Any:
         array = self.detach().numpy()
         return array if dtype is None else array.astype(dtype)
+
+    def __format__(self, spec: str) -> str:
+        # As torch does it: a number is written as one, all else as an object.
+        if not self.dim():
+            return format(self.item(), spec)
+        return object.__format__(self, spec)
 
     def __carried_attributes__(self) -> dict[str, Any]:
         """Return the attributes that stay when the object becomes real."""
