@@ -11,7 +11,7 @@ from deferred_init.aliases import byte_span, same_elements
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
-from deferred_init.rebind import swap_obstacle
+from deferred_init.rebind import outside_use
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.tensor_names import names_for
 
@@ -140,7 +140,7 @@ def left_behind(inventory: Inventory, deferred: Sequence[Slot]) -> tuple[str, ..
         views = 0
         if len(members) > 1:
             views = sum(one._is_view() and one._base is slot.tensor for one in members)
-        reason = swap_obstacle(slot.tensor, known_views=views)
-        if reason is not None and "weak reference" not in reason:
+        reason = outside_use(slot.tensor, known_views=views)
+        if reason is not None:
             found.append(f"`{slot.fqn}`: {reason}, and stays without memory")
     return tuple(found)

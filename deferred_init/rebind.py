@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from deferred_init.record.paused import no_dispatch
 
-__all__ = ["exchange", "swap_obstacle", "take_over"]
+__all__ = ["exchange", "outside_use", "swap_obstacle", "take_over"]
 
 _BARE_TYPES = frozenset({Tensor, nn.Parameter})
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
@@ -39,6 +39,18 @@ def swap_obstacle(tensor: Tensor, *, known_views: int = 0) -> str | None:
     """
     if weakref.getweakrefs(tensor):
         return "a weak reference to it exists"
+    return outside_use(tensor, known_views=known_views)
+
+
+def outside_use(tensor: Tensor, *, known_views: int = 0) -> str | None:
+    """Say what holds the C++ tensor behind a tensor object besides that, or None.
+
+    After an exchange it goes on holding the old one, which has no memory.
+
+    Args:
+        tensor: The tensor object that would get new contents.
+        known_views: How many views of it will be exchanged together with it.
+    """
     extra = _use_count(tensor) - 1 - known_views
     if extra > 0 and tensor.is_leaf and tensor.requires_grad:
         # One extra use may be its own AccumulateGrad node, which does no harm.

@@ -172,12 +172,17 @@ def test_a_weakly_referenced_parameter_keeps_its_identity() -> None:
     assert not weight.is_meta
 
 
-def test_a_view_that_only_a_variable_holds_is_named_in_the_report() -> None:
+@pytest.mark.parametrize("also_weakly_referenced", [False, True])
+def test_a_view_that_only_a_variable_holds_is_named_in_the_report(
+    also_weakly_referenced: bool,
+) -> None:
     model = Tied("meta")
     weight, view = model.first.weight, model.first.weight[:2]
+    reference = weakref.ref(weight) if also_weakly_referenced else None
     report = di.materialize(model, "cpu", seed=3)
     assert model.first.weight is weight
     assert view.is_meta
+    assert reference is None or reference() is weight
     assert any(
         "`first.weight`: a view of it" in note and "stays without memory" in note
         for note in report.notes
