@@ -26,6 +26,7 @@ from deferred_init.sources.layout import LayoutRule
 from deferred_init.summary import dtypes_asked_for, rebound_names, summarize
 from deferred_init.validate import (
     as_optimizers,
+    check_verify,
     make_request,
     make_weights,
 )
@@ -276,14 +277,29 @@ def audit(
     materialized by this package or not. With `verify="full"` the ranks that share a
     sharded model compare checksums, and each of them has to call this.
 
+    Args:
+        model: A module, or several that belong together.
+        optimizers: Have to hold the model's parameters, and no stale ones.
+        holders: Anything else that holds parameters: EMA lists, dicts, functions with
+            closures.
+        verify: `"fast"` looks at objects, and at the padding rows of embeddings;
+            `"full"` also reads all values, and waits for the device.
+
     Returns:
         A report whose `findings` are empty if all is well; never raises for them.
+
+    Raises:
+        TypeError: `model` or `optimizers` are of the wrong kind.
+        ValueError: Another `verify`.
+        PlanError: The installed release of a package that the model uses lacks
+            something that is needed to look at it.
 
     Example:
         >>> import torch, deferred_init as di
         >>> di.audit(torch.nn.Linear(4, 2)).ok
         True
     """
+    check_verify(verify)
     models, opts = as_models(model), as_optimizers(optimizers)
     load_handlers()
     started = time.perf_counter()

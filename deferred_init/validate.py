@@ -20,8 +20,8 @@ from deferred_init.slots import Inventory, ModuleSite, SlotKind
 from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
 
-__all__ = ["as_optimizers", "make_request", "make_weights", "resolve_device"]
-__all__ += ["wrapper_problems"]
+__all__ = ["as_optimizers", "check_verify", "make_request", "make_weights"]
+__all__ += ["resolve_device", "wrapper_problems"]
 
 _VERIFY = ("fast", "full")
 _MISSING = ("init", "error", "any")
@@ -81,8 +81,7 @@ def make_request(
     """
     if rng not in POLICIES:
         raise ValueError(f"rng must be one of {POLICIES}, found {rng!r}")
-    if verify not in _VERIFY:
-        raise ValueError(f"verify must be one of {_VERIFY}, found {verify!r}")
+    check_verify(verify)
     if values_from not in (None, "cpu"):
         raise ValueError(f"values_from must be None or 'cpu', found {values_from!r}")
     if not rank_timeout_s > 0:
@@ -108,6 +107,16 @@ def make_request(
         broadcast_from=broadcast_from,
         rank_timeout_s=rank_timeout_s,
     )
+
+
+def check_verify(verify: str) -> None:
+    """Check how thoroughly the audit shall look.
+
+    Raises:
+        ValueError: Neither `"fast"` nor `"full"`.
+    """
+    if verify not in _VERIFY:
+        raise ValueError(f"verify must be one of {_VERIFY}, found {verify!r}")
 
 
 def _check_source(rank: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 from deferred_init.errors import DeferredInitError
 
@@ -18,17 +17,16 @@ class ReplayError(DeferredInitError):
     """A recorded operation cannot be replayed as it was recorded."""
 
 
-_OURS = str(Path(__file__).parent)
+_NOT_THE_USERS = ("torch", "deferred_init")
 
 
 def user_line() -> str:
     """Return `file:line` of the nearest frame outside this package and torch."""
     frame = sys._getframe(1)
     while frame is not None:
-        path = frame.f_code.co_filename
         module = str(frame.f_globals.get("__name__", ""))
-        if not path.startswith(_OURS) and module.partition(".")[0] != "torch":
-            return f"{path}:{frame.f_lineno}"
+        if module.partition(".")[0] not in _NOT_THE_USERS:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if frame.f_back is None:
             break
         frame = frame.f_back

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import deferred_init as di
+from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.record import deferred_init, materialize_module
 from deferred_init.record.problems import user_line
 from deferred_init.record.tensor import value_of
@@ -231,6 +232,7 @@ def test_recordings_describe_themselves() -> None:
 
 def test_the_line_that_a_problem_names_is_outside_of_torch_and_this_package() -> None:
     assert user_line().rpartition(":")[0] == __file__
+    assert one_at_a_time(user_line)().rpartition(":")[0] == __file__
 
 
 def test_an_operation_that_neither_records_nor_runs_is_named_with_its_line() -> None:

@@ -37,6 +37,11 @@ def test_unknown_policies_are_refused(arguments: dict[str, str], text: str) -> N
         di.materialize(_meta(), "cpu", **arguments)
 
 
+def test_an_audit_of_unknown_thoroughness_is_refused() -> None:
+    with pytest.raises(ValueError, match="verify must be one of"):
+        di.audit(nn.Linear(2, 2), verify="some")
+
+
 def test_an_integer_dtype_is_refused() -> None:
     with pytest.raises(TypeError, match="must be a floating-point"):
         di.materialize(_meta(), "cpu", dtype=torch.int8)
