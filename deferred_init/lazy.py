@@ -66,7 +66,7 @@ def materialize_on_first_forward(
         model: The model whose first call starts the work.
         device: As in `materialize`.
         recipe: As in `materialize`.
-        options: Other keyword arguments of `materialize`.
+        **options: Other keyword arguments of `materialize`.
 
     Returns:
         A handle with the `report`, and with `remove()` to call it off.

@@ -151,7 +151,12 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def is_deferred(obj: Tensor | nn.Module) -> bool:
-    """Tell whether a tensor, or any parameter or buffer of a module, is deferred.
+    """Tell whether a tensor, or any parameter or buffer of a module, is recorded.
+
+    Plain meta tensors, which `materialize` makes as well, are not.
+
+    Args:
+        obj: A tensor, or a module with everything below it.
 
     Raises:
         ValueError: If `obj` is neither a tensor nor a module.
