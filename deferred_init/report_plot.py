@@ -20,7 +20,10 @@ def save_plot(report: Report, path: Path) -> None:
         ImportError: matplotlib is not installed; says how to get it.
     """
     if not report.steps:
-        raise ValueError("the report has no steps, so there is no curve to draw")
+        raise ValueError(
+            "the report has no steps, so there is no curve to draw; save it as .html, "
+            ".json or .txt"
+        )
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

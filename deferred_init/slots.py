@@ -84,7 +84,10 @@ class Slot:
         ):
             self.container[self.key] = tensor
         elif isinstance(self.container, (Mapping, Sequence)):
-            raise TypeError(f"`{self.fqn}` is an item of an immutable container")
+            raise TypeError(
+                f"`{self.fqn}` is an item of an immutable container and cannot be "
+                "replaced; hold it in a list or a dict"
+            )
         else:
             vars(self.container)[self.key] = tensor
 

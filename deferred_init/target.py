@@ -46,7 +46,10 @@ def _load_function(target: str) -> Callable[[], Any]:
         # A module that is there but lacks an import of its own is another matter.
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise
-        raise TargetError(f"no module is called {module_name!r}") from error
+        raise TargetError(
+            f"no module is called {module_name!r}, here or among what is installed; "
+            "start in the folder that holds it, or install its package"
+        ) from error
     function = getattr(module, name, None)
     if not callable(function):
         public = [

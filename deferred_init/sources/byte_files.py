@@ -66,10 +66,13 @@ class LocalFile:
         if size != self.size:
             raise OSError(
                 f"{self.path} changed while it was used: it had {self.size} bytes, "
-                f"now it has {size}"
+                f"now it has {size}. Load it again when nobody writes it any more"
             )
         if identity != self._identity:
-            raise OSError(f"{self.path} was written to or replaced while it was used")
+            raise OSError(
+                f"{self.path} was written to or replaced while it was used. Load it "
+                "again when nobody writes it any more"
+            )
 
     def map(self) -> Any | None:
         """Map it copy-on-write: what is written never reaches the file."""
@@ -121,7 +124,12 @@ class RemoteFile:
             self._fs, self._path = fsspec.core.url_to_fs(url)
             self.size = int(self._fs.size(self._path))
             self._stamp = self._current_stamp()
-        except (ImportError, OSError, ValueError, TypeError) as error:
+        except ImportError as error:
+            raise PlanError(
+                f"{url}: addresses are read by fsspec and its plug-ins, of which one "
+                f"could not be imported ({error}). Install it, or fetch the file before"
+            ) from error
+        except (OSError, ValueError, TypeError) as error:
             raise PlanError(f"{url}: {type(error).__name__}: {error}") from error
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
@@ -138,7 +146,10 @@ class RemoteFile:
         """Compare what the store tells about it; see `ByteFile`."""
         self._fs.invalidate_cache()
         if self._current_stamp() != self._stamp:
-            raise OSError(f"{self.name} changed while it was used")
+            raise OSError(
+                f"{self.name} changed while it was used. Load it again when nobody "
+                "writes it any more"
+            )
 
     def map(self) -> Any | None:
         """Return None: what is far away cannot be mapped."""

@@ -135,7 +135,9 @@ def _read_metadata(path: Path) -> Any:
 
     try:
         if path.stat().st_size > _MAX_METADATA_BYTES:
-            raise PlanError(f"{path}: more than {_MAX_METADATA_BYTES} bytes")
+            raise PlanError(
+                f"{path}: more than {_MAX_METADATA_BYTES:,} bytes, which nobody needs"
+            )
         with path.open("rb") as file:
             found = _unpickle(file)
     except OSError as error:
@@ -173,14 +175,14 @@ def _check_files(path: Path, metadata: Any) -> list[LocalFile]:
     if absent:
         raise PlanError(
             f"{path}: {len(absent)} of {len(ends)} files are not there: "
-            f"{listing(absent)}"
+            f"{listing(absent)}. Fetch the checkpoint again"
         )
     files = [LocalFile(path / name) for name in ends]
     for file, end in zip(files, ends.values(), strict=True):
         if file.size < end:
             raise PlanError(
                 f"{file.name} is cut off: it has {file.size} bytes, the metadata "
-                f"promises {end}"
+                f"promises {end}. Fetch the checkpoint again"
             )
     return files
 
@@ -194,7 +196,10 @@ def _tensors(path: Path, metadata: Any) -> dict[str, TensorInfo]:
         if isinstance(about, TensorStorageMetadata)
     }
     if not found:
-        raise PlanError(f"{path} holds no tensors")
+        raise PlanError(
+            f"{path} holds no tensors: expected a state dict that "
+            "`torch.distributed.checkpoint.save` wrote"
+        )
     return found
 
 

@@ -44,7 +44,9 @@ def parse_index(file: LocalFile | RemoteFile) -> dict[str, str]:
         PlanError: It is malformed, or names a place outside its folder.
     """
     if file.size > _MAX_INDEX_BYTES:
-        raise PlanError(f"{file.name}: more than {_MAX_INDEX_BYTES} bytes")
+        raise PlanError(
+            f"{file.name}: more than {_MAX_INDEX_BYTES:,} bytes, which no index needs"
+        )
     text = bytearray(file.size)
     try:
         file.read_into(0, memoryview(text))

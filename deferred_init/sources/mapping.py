@@ -46,12 +46,15 @@ class MappingSource:
                 f"{listing(arrays)}. Pass `torch.from_numpy(array)`"
             )
         if not self._values:
-            raise PlanError(f"{name} holds no tensors")
+            raise PlanError(
+                f"{name} holds no tensors: expected names and tensors, as those of "
+                "`model.state_dict()`"
+            )
         empty = [key for key, value in self._values.items() if value.is_meta]
         if empty:
             raise PlanError(
                 f"{name}: {len(empty)} tensors are on the meta device and have no "
-                f"values: {listing(empty)}"
+                f"values: {listing(empty)}. Materialize the model that they are of"
             )
         odd = [
             key
@@ -61,7 +64,7 @@ class MappingSource:
         if odd:
             raise PlanError(
                 f"{name}: {len(odd)} tensors are sparse or quantized, expected dense "
-                f"ones: {listing(odd)}"
+                f"ones: {listing(odd)}. Pass what `to_dense()` or `dequantize()` gives"
             )
         self._tensors = {key: _describe(key, v) for key, v in self._values.items()}
 

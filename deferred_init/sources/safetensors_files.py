@@ -62,7 +62,7 @@ class SafetensorsFiles:
         if absent:
             raise PlanError(
                 f"{name}: {len(absent)} keys are not in the files that the index "
-                f"names: {listing(absent)}"
+                f"names: {listing(absent)}. Fetch the checkpoint again"
             )
 
     @classmethod

@@ -41,7 +41,9 @@ class TorchFile:
         self._file = file
         self._described = described
         if not described:
-            raise PlanError(f"{file.name} holds no tensors")
+            raise PlanError(
+                f"{file.name} holds no tensors: save `model.state_dict()` into it"
+            )
         self._tensors = {
             key: TensorInfo(
                 shape=tuple(tensor.shape),
@@ -117,7 +119,7 @@ def open_torch_index(
     if absent:
         raise PlanError(
             f"{path}: {len(absent)} keys are not in the files that the index names: "
-            f"{listing(absent)}"
+            f"{listing(absent)}. Fetch the checkpoint again"
         )
     return _Joined(str(path), {key: files[place] for key, place in where.items()})
 
