@@ -15,16 +15,9 @@ from torch import Tensor
 
 from deferred_init.aliases import byte_span, storage_key
 from deferred_init.dispatch import DispatchMode
-from deferred_init.silent_writes import is_silent_write
+from deferred_init.operators import LEAVES_RAW, OVERWRITES, is_silent_write
 
 __all__ = ["WriteWatch"]
-
-_FILLS = frozenset(
-    {"bernoulli_", "cauchy_", "copy_", "exponential_", "fill_", "geometric_"}
-    | {"log_normal_", "normal_", "random_", "uniform_", "zero_"}
-)
-_RAW = frozenset({"empty", "empty_like", "empty_strided", "new_empty"})
-_RAW_ALL = _RAW | {"new_empty_strided", "empty_permuted"}
 
 
 class WriteWatch(DispatchMode):
@@ -66,8 +59,8 @@ class WriteWatch(DispatchMode):
     ) -> Any:
         """Run the operation and note what it writes."""
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[-1]
-        if name in _RAW_ALL and isinstance(result, Tensor):
+        name = func._schema.name
+        if name in LEAVES_RAW and isinstance(result, Tensor):
             self._note(result, self._raw)
         for argument, value in zip(func._schema.arguments, args, strict=False):
             info = argument.alias_info
@@ -75,7 +68,7 @@ class WriteWatch(DispatchMode):
             writes = writes or is_silent_write(func, argument.name)
             if writes and isinstance(value, Tensor):
                 self._note(value, self.written)
-                if name in _FILLS:
+                if name in OVERWRITES:
                     self._fill(value)
         for key, value in (kwargs or {}).items():
             if key == "out" and isinstance(value, Tensor):

@@ -7,14 +7,10 @@ from typing import Any
 from torch import Tensor
 
 from deferred_init.dispatch import DispatchMode
+from deferred_init.operators import LEAVES_RAW
 from deferred_init.poison import fill_poison
 
 __all__ = ["PoisonedMemory"]
-
-_RAW = frozenset(
-    {"empty", "empty_like", "empty_strided", "empty_permuted"}
-    | {"new_empty", "new_empty_strided"}
-)
 
 
 class PoisonedMemory(DispatchMode):
@@ -29,7 +25,7 @@ class PoisonedMemory(DispatchMode):
     ) -> Any:
         """Run the operation; poison what it leaves uninitialized."""
         result = func(*args, **(kwargs or {}))
-        name = func._schema.name.split("::")[-1]
-        if name in _RAW and isinstance(result, Tensor) and not result.is_meta:
+        raw = func._schema.name in LEAVES_RAW
+        if raw and isinstance(result, Tensor) and not result.is_meta:
             fill_poison(result)
         return result

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from deferred_init.dispatch import DispatchMode
+from deferred_init.operators import OVERWRITES
 
 __all__ = ["PROMISED", "Contents", "Uses"]
 
@@ -30,13 +31,6 @@ PROMISED = frozenset(
     {
         "normal_", "uniform_", "xavier_normal_", "xavier_uniform_",
         "kaiming_normal_", "kaiming_uniform_",
-    }
-)
-_OVERWRITES = frozenset(
-    {
-        "aten::normal_", "aten::uniform_", "aten::zero_", "aten::fill_",
-        "aten::copy_", "aten::exponential_", "aten::log_normal_", "aten::cauchy_",
-        "aten::geometric_", "aten::bernoulli_", "aten::random_",
     }
 )
 # fmt: on
@@ -97,7 +91,7 @@ class Contents(DispatchMode):
         kwargs = kwargs or {}
         if self._absent and not getattr(func, "is_view", False):
             target = kwargs.get("out")
-            if target is None and func._schema.name in _OVERWRITES:
+            if target is None and func._schema.name in OVERWRITES:
                 target = args[0]
             written = target if isinstance(target, Tensor) else None
             others = [t for t in _tensors(*args, *kwargs.values()) if t is not written]

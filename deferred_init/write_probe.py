@@ -23,8 +23,8 @@ from deferred_init.aliases import storage_key
 from deferred_init.distributed.fsdp2 import unsharded_type
 from deferred_init.dry_run import WriteWatch
 from deferred_init.hollow import hollow
+from deferred_init.operators import is_silent_write
 from deferred_init.rng import GeneratorSnapshot
-from deferred_init.silent_writes import is_silent_write
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
 __all__ = ["Names", "ProbeError", "Writes", "count_of", "likeness", "probe_writes"]

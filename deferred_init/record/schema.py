@@ -7,31 +7,13 @@ from typing import Any
 
 import torch
 
-from deferred_init.silent_writes import is_silent_write
+from deferred_init.operators import FILLS, OVERWRITES, is_silent_write
 
 __all__ = ["OpInfo", "op_info"]
 
-_FILLS = frozenset(
-    "aten::" + name
-    for name in (
-        "uniform_",
-        "normal_",
-        "random_",
-        "exponential_",
-        "cauchy_",
-        "log_normal_",
-        "geometric_",
-        "zero_",
-        "fill_",
-    )
-)
-# Fill every element of their first argument without reading it.
-_OVERWRITES = _FILLS | {"aten::copy_", "aten::bernoulli_"}
 _RESHAPES = ("aten::set_", "aten::resize_", "aten::resize_as_")
 # Draw without saying so in their tags.
 _DRAWS = frozenset({"aten::_sobol_engine_draw"})
-
-
 # Meta has no such tensors, or claims them to be strided.
 _OPAQUE = ("sparse", "mkldnn", "quantize", "nested_tensor")
 
@@ -85,8 +67,8 @@ class OpInfo:
             "Tensor" in str(item.type) for item in schema.returns
         )
         self.draws = torch.Tag.nondeterministic_seeded in tags or name in _DRAWS
-        self.fills = name in _FILLS
-        self.overwrites = name in _OVERWRITES
+        self.fills = name in FILLS
+        self.overwrites = name in OVERWRITES
         self.reshapes = name in _RESHAPES or torch.Tag.inplace_view in tags
         self.opaque = any(word in name for word in _OPAQUE)
         self.like = name.endswith("_like") or name.startswith("aten::new_")
