@@ -6,7 +6,6 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -15,6 +14,7 @@ __all__ = [
     "byte_span",
     "group_by_storage",
     "has_deferred",
+    "has_own_dispatch",
     "is_deferred",
     "same_elements",
     "storage_key",
@@ -36,6 +36,15 @@ def has_deferred(models: Iterable[nn.Module]) -> bool:
         for model in models
         for tensor in (*model.parameters(), *model.buffers())
     )
+
+
+def has_own_dispatch(tensor_type: type[Tensor]) -> bool:
+    """Tell whether a class of tensors keeps its data in a way of its own.
+
+    DTensors, quantized, fake and recorded tensors do: they answer to operations by a
+    `__torch_dispatch__`, and have no storage that says all of them.
+    """
+    return tensor_type.__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def storage_key(tensor: Tensor) -> int | None:
@@ -126,7 +135,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
 
 def _covers_storage(tensor: Tensor) -> bool:
     """Whether a fresh `empty_strided` of the same geometry is an exact replacement."""
-    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+    if has_own_dispatch(type(tensor)):
         return True
     try:
         storage_bytes = tensor.untyped_storage().nbytes()

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import has_own_dispatch
+
 __all__ = ["count_poison", "fill_poison", "in_parts", "poison_left"]
 
 _PART_ELEMENTS = 1 << 26
@@ -136,8 +138,7 @@ def _as_integers(tensor: Tensor) -> tuple[Tensor, _Pattern] | None:
     """View a tensor's memory as integers; None where it cannot be."""
     local = getattr(tensor, "_local_tensor", None)
     data = local if isinstance(local, Tensor) else tensor
-    plain = type(data).__torch_dispatch__ is Tensor.__torch_dispatch__
-    if not plain or data.layout is not torch.strided or data.is_meta:
+    if has_own_dispatch(type(data)) or data.layout is not torch.strided or data.is_meta:
         return None
     data = data.detach()
     if data.is_conj() or data.is_neg():

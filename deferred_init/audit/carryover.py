@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import is_deferred
+from deferred_init.aliases import has_own_dispatch, is_deferred
 from deferred_init.audit.hooks import hook_is_registered
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.audit.snapshot import TensorBefore, geometry, tensor_hooks
@@ -113,13 +113,11 @@ def lost_attributes(scene: Scene) -> Iterator[Finding]:
         if not before.attributes:
             continue
         now = place.tensor.__dict__
-        quantized = type(place.tensor).__torch_dispatch__ is not (
-            Tensor.__torch_dispatch__
-        )
+        own_way = has_own_dispatch(type(place.tensor))
         for name, value in before.attributes.items():
             if name not in now:
                 found = "it is gone"
-            elif not quantized and _differs(value, now[name]):
+            elif not own_way and _differs(value, now[name]):
                 found = f"`{_short(now[name])}`"
             else:
                 continue

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import has_own_dispatch
+
 __all__ = ["hook_is_registered", "is_leaf"]
 
 
@@ -44,7 +46,7 @@ def hook_is_registered(tensor: Tensor, table: str) -> bool:
         True also where it cannot be asked: tensors that need no gradient, are no
         leaves, or are of a subclass that keeps its data in its own way.
     """
-    plain = type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+    plain = not has_own_dispatch(type(tensor))
     in_autograd = tensor.requires_grad and not tensor.is_inference()
     if not (plain and is_leaf(tensor) and in_autograd):
         return True

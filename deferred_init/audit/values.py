@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import is_deferred
+from deferred_init.aliases import has_own_dispatch, is_deferred
 from deferred_init.audit.graph import Place
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.poison import count_poison, in_parts
@@ -131,7 +131,7 @@ def _fresh(scene: Scene, place: Place, num_places: int) -> bool:
 def _readable(tensor: Tensor) -> bool:
     """Whether values can be read here and now, without other processes."""
     return (
-        type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__
+        not has_own_dispatch(type(tensor))
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and tensor.numel() > 0

@@ -10,6 +10,7 @@ from typing import Any, overload
 
 from torch import Tensor, nn
 
+from deferred_init.aliases import has_own_dispatch
 from deferred_init.handlers.protocol import (
     Allocator,
     Claim,
@@ -225,9 +226,9 @@ def allocator_for(tensor: Tensor) -> Allocator | None:
     return _allocator_of[kind]
 
 
-def _find_allocator(tensor_type: type) -> Allocator | None:
+def _find_allocator(tensor_type: type[Tensor]) -> Allocator | None:
     for base in tensor_type.__mro__:
-        if base is Tensor and _has_own_dispatch(tensor_type):
+        if base is Tensor and has_own_dispatch(tensor_type):
             return None
         if base in _allocators:
             return _allocators[base]
@@ -242,9 +243,3 @@ def _forget_if_many(known: dict[type, Any]) -> None:
 def refreshers() -> tuple[Refresher, ...]:
     """Return all registered refreshers."""
     return tuple(_refreshers)
-
-
-def _has_own_dispatch(tensor_type: type) -> bool:
-    return getattr(tensor_type, "__torch_dispatch__", None) is not (
-        Tensor.__torch_dispatch__
-    )

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.aliases import is_deferred
+from deferred_init.aliases import has_own_dispatch, is_deferred
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.loading.as_stored import copy_as_stored, special_tensor
@@ -104,7 +104,7 @@ class Destinations:
         allocator = allocator_for(tensor)
         assert allocator is not None, "checked in the plan"
         final = type(allocator.empty_like(tensor, torch.device("meta")))
-        return final if _is_plain(final) else None
+        return None if has_own_dispatch(final) else final
 
     def _new(
         self, load: Load, tensor: Tensor, final: type, data: Tensor | None
@@ -133,7 +133,7 @@ class Destinations:
         local = getattr(tensor, "_local_tensor", None)
         if local is not None:
             return Destination(memory=local.detach(), region=_region(tensor))
-        if _is_plain(type(tensor)):
+        if not has_own_dispatch(type(tensor)):
             return Destination(memory=tensor.detach(), in_order=shared)
         stored = special_tensor(self._source, load.pieces)
         if stored is not None and copy_as_stored(stored, tensor):
@@ -200,8 +200,3 @@ def _region(tensor: Tensor) -> Sequence[Segments]:
     if region is None:  # this rank is not in the mesh
         return [() for _ in tensor.size()]
     return region.dims
-
-
-def _is_plain(tensor_type: type) -> bool:
-    own = getattr(tensor_type, "__torch_dispatch__", None)
-    return own is Tensor.__torch_dispatch__

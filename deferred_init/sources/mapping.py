@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import has_own_dispatch
 from deferred_init.errors import PlanError, listing
 from deferred_init.sources.byte_files import TensorBytes
 from deferred_init.sources.protocol import Extent, TensorInfo
@@ -81,7 +82,7 @@ class MappingSource:
     def as_stored(self, key: str) -> Tensor | None:
         """Return a tensor of a special class whole; None for an ordinary one."""
         value = self._values[key]
-        return None if _is_plain(value) else value
+        return value if has_own_dispatch(type(value)) else None
 
 
 def flatten(mapping: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -106,12 +107,8 @@ def _leaves(mapping: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str,
 
 
 def _describe(key: str, value: Tensor) -> TensorInfo:
-    as_is = _is_plain(value) and not (value.is_conj() or value.is_neg())
+    odd = has_own_dispatch(type(value)) or value.is_conj() or value.is_neg()
     extent = None
-    if as_is and value.device.type == "cpu" and value.is_contiguous():
+    if not odd and value.device.type == "cpu" and value.is_contiguous():
         extent = Extent(file=TensorBytes(f"`{key}`", value), offset=0)
     return TensorInfo(shape=tuple(value.shape), dtype=value.dtype, extent=extent)
-
-
-def _is_plain(value: Tensor) -> bool:
-    return type(value).__torch_dispatch__ is Tensor.__torch_dispatch__

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from deferred_init.aliases import byte_span
+from deferred_init.aliases import byte_span, has_own_dispatch
 from deferred_init.errors import PlanError, listing
 from deferred_init.sources.byte_files import LocalFile, memory_of, open_bytes
 from deferred_init.sources.index import read_index
@@ -167,17 +167,13 @@ def _load(path: Path, device: str | None) -> dict[str, Tensor]:
             "tensors: save `model.state_dict()`"
         )
     tensors = flatten(found)
-    odd = [key for key, value in tensors.items() if _is_subclass(value)]
+    odd = [key for key, value in tensors.items() if has_own_dispatch(type(value))]
     if odd:
         raise PlanError(
             f"{path}: {len(odd)} tensors are of special classes, expected plain ones: "
             f"{listing(odd)}. Load the file yourself and pass the mapping"
         )
     return tensors
-
-
-def _is_subclass(value: Tensor) -> bool:
-    return type(value).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
 def _explain(path: Path, error: Exception) -> str:
