@@ -20,9 +20,13 @@ __all__ = [
     "storage_key",
 ]
 
+_BARE_TYPES = frozenset({Tensor, nn.Parameter})
+
 
 def is_deferred(tensor: Tensor) -> bool:
     """Tell whether a tensor has no memory: meta, recorded, fake, or still lazy."""
+    if type(tensor) in _BARE_TYPES:  # the rule; neither lazy nor fake
+        return tensor.is_meta
     if tensor.is_meta or is_lazy(tensor):
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
