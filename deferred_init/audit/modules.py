@@ -34,8 +34,20 @@ def changed_modules(scene: Scene) -> Iterator[Finding]:
                 "the same module object, found "
                 f"another one, a `{type(module).__name__}`; put it back",
             )
-        else:
+        elif not _is_as_before(before):
             yield from _differences(before, scene)
+
+
+def _is_as_before(before: ModuleBefore) -> bool:
+    """Whether a module without hooks differs in nothing, which is the rule."""
+    module = before.module
+    return (
+        type(module) is before.module_class
+        and module.training == before.training
+        and module._non_persistent_buffers_set == before.transient
+        and not before.hooks
+        and tuple(vars(module)) == before.attributes
+    )
 
 
 def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:

@@ -84,13 +84,13 @@ def broken_aliases(scene: Scene) -> Iterator[Finding]:
     for fqn, module, _ in scene.graph.modules:
         if not isinstance(module, FusedOperation):
             continue
+        ops = tuple(module.basic_ops)
         for name, alias in module._parameters.items():
-            own = [
-                op._parameters[name]
-                for op in module.basic_ops
-                if op._parameters.get(name) is not None
-            ]
-            if alias is not None and len(own) == 1 and own[0] is not alias:
+            if alias is None:
+                continue
+            held = [op._parameters.get(name) for op in ops]
+            own = [param for param in held if param is not None]
+            if len(own) == 1 and own[0] is not alias:
                 yield Finding(
                     code="te-alias-broken",
                     fqn=_join(fqn, name),
