@@ -32,6 +32,8 @@ class FusedOpAliases:
         self, site: ModuleSite, pending: tuple[Slot, ...], request: Request
     ) -> Claim | None:
         """Claim aliases without memory, and basic parameters whose alias has it."""
+        if _is_whole(site):
+            return None
         slots: list[Slot] = []
         rewrites: list[Slot] = []
         for alias, own in _aliases(site):
@@ -104,6 +106,16 @@ def _stale(module: nn.Module) -> list[tuple[Tensor, Tensor]]:
         for _, _, cached, now in stale_parameters(fuser)
         if now is not None and cached.is_meta and not now.is_meta
     ]
+
+
+def _is_whole(site: ModuleSite) -> bool:
+    """Whether each parameter of a fused op is the very one of a basic op."""
+    ops = tuple(getattr(site.module, "basic_ops", ()))
+    return all(
+        any(op._parameters.get(slot.name) is slot.tensor for op in ops)
+        for slot in site.slots
+        if slot.kind is SlotKind.PARAMETER
+    )
 
 
 def _aliases(site: ModuleSite) -> list[tuple[Slot, Slot]]:

@@ -99,7 +99,7 @@ class TEModuleInit:
                 *_split_problem(module, choice, label),
                 *joined_problems(site, made, label),
             ),
-            scratch_bytes=_scratch_bytes(choice, late),
+            scratch_bytes=_scratch_bytes(choice, late) if late else 0,
             stored=stored_as(choice, late),
             joined=joined_slots(module, made),
         )

@@ -52,8 +52,7 @@ def record_of(module: Any, name: str) -> Any:
 
 def has_record(module: Any, name: str) -> bool:
     """Whether TE knows how to make a parameter."""
-    record = record_of(module, name)
-    return record is not None and not _is_default(record)
+    return _says_how(record_of(module, name))
 
 
 class KeptInitRecords:
@@ -73,7 +72,7 @@ class KeptInitRecords:
         module = self._module
         module.param_init_meta.update(self._saved)
         for name in self._order:
-            if has_record(module, name) or is_of_te(module, name):
+            if _says_how(self._saved.get(name)) or is_of_te(module, name):
                 continue
             if module._parameters[name] is not None:
                 self._hidden[name] = module._parameters.pop(name)
@@ -117,6 +116,10 @@ def is_of_te(module: Any, name: str) -> bool:
         *getattr(module, "bias_names", ()),
     )
     return name in listed or _NAMES.fullmatch(name) is not None
+
+
+def _says_how(record: Any) -> bool:
+    return record is not None and not _is_default(record)
 
 
 def _is_default(record: Any) -> bool:

@@ -229,13 +229,14 @@ def is_elsewhere(state: Any, device: torch.device) -> bool:
         state: A module's `fp8_meta`, or an op's `_fp8_metas`.
         device: The device asked for, with its index.
     """
-    metas = [state, *(state or {}).values()]
-    states = [s for meta in metas if isinstance(meta, dict) for s in meta.values()]
-    scales = (getattr(each, "scale", None) for each in states)
-    return any(
-        isinstance(scale, Tensor) and not scale.is_meta and scale.device != device
-        for scale in scales
-    )
+    for meta in (state, *(state or {}).values()):
+        for each in meta.values() if isinstance(meta, dict) else ():
+            scale = getattr(each, "scale", None)
+            if not isinstance(scale, Tensor) or scale.is_meta:
+                continue
+            if scale.device != device:
+                return True
+    return False
 
 
 def num_gemms(module: Any) -> int:
