@@ -116,6 +116,8 @@ def choose(
 
 
 def _excluded(fqn: str, recipe: Any) -> bool:
+    if not recipe.high_precision_modules:
+        return False
     parts = fqn.split(".")
     names = (".".join(parts[: end + 1]) for end in range(len(parts)))
     return any(recipe.keeps_high_precision(name) for name in names)
