@@ -134,3 +134,14 @@ class Step:
     claim: Claim
     num_bytes: int
     order: Order | None = None
+
+    def with_claim(self, claim: Claim) -> Step:
+        """Return this step with another claim."""
+        return Step(
+            index=self.index,
+            site=self.site,
+            initializer=self.initializer,
+            claim=claim,
+            num_bytes=self.num_bytes,
+            order=self.order,
+        )

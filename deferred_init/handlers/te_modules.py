@@ -13,7 +13,6 @@ to them, so that only one at a time exists in high precision.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 from types import MethodType
 from typing import Any
 
@@ -150,13 +149,13 @@ def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
     # As rewrites they get no memory from `filling`. What is sharded is lent in full
     # size in any case, and thrown away as it is not claimed.
     whole = [slot for slot in late if not is_sharded(slot.tensor)]
-    inner = replace(claim, slots=tuple(early), rewrites=(*whole, *loaded))
+    inner = Claim(slots=tuple(early), rewrites=(*whole, *loaded))
     request = workspace.request
     lent = lent_high_precision(
         module, whole, choice.te_recipe, request.device, request.rng
     )
     with (
-        workspace.filling(replace(step, claim=inner)),
+        workspace.filling(step.with_claim(inner)),
         KeptInitRecords(module),
         set_aside_quantized(loaded),
         init_context(module),

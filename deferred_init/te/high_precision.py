@@ -57,7 +57,7 @@ def lent_high_precision(
     buffer = torch.empty(max(sizes), dtype=weights[0].tensor.dtype, device=device)
     lent = []
     for slot in weights:
-        part = buffer[: slot.tensor.numel()].view(slot.tensor.size())
+        part = buffer.as_strided(slot.tensor.size(), slot.tensor.stride())
         lent.append(nn.Parameter(part, requires_grad=False))
         slot.write(lent[-1])
     try:
