@@ -11,19 +11,14 @@ import gc
 import logging
 import types
 import weakref
-from collections.abc import (
-    Callable,
-    Collection,
-    Iterable,
-    Iterator,
-    Mapping,
-    MutableMapping,
-)
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+from deferred_init.slotted_objects import SlottedAttributes, slot_members
 
 __all__ = ["ATOM_TYPES", "BUILT_IN", "itself", "lead_nowhere", "leave_out"]
 __all__ += ["look_into", "nothing", "reader_of"]
@@ -151,7 +146,7 @@ def _find_reader(own: type) -> Reader:
         found = _of_object if _is_looked_into(own) else nothing
     if found is _of_object and any(base in _CACHES for base in own.__mro__):
         found = _of_caching_object
-    if found is _of_object and _members_of(own):
+    if found is _of_object and slot_members(own):
         found = _of_slotted
     _READERS[own] = found
     return found
@@ -202,7 +197,7 @@ def _of_object(value: Any) -> Items:
 
 
 def _of_slotted(value: Any) -> Items:
-    attributes = _Slotted(value)
+    attributes = SlottedAttributes(value)
     named = [(name, attributes.get(name)) for name in attributes]
     return attributes, [(k, f".{k}", v) for k, v in named if _may_hold(v)]
 
@@ -225,50 +220,3 @@ def _left_out(value: Any) -> frozenset[str]:
             names, when = _CACHES[base]
             return names if when(value) else frozenset()
     return frozenset()
-
-
-class _Slotted(MutableMapping[str, Any]):
-    """The attributes of an object whose class has `__slots__`, also of a frozen one."""
-
-    __slots__ = ("_members", "_owner")
-
-    def __init__(self, owner: object) -> None:
-        self._owner = owner
-        self._members = _members_of(type(owner))
-
-    def __getitem__(self, name: str) -> Any:
-        member = self._members.get(name)
-        if member is None:
-            return vars(self._owner)[name]
-        try:
-            return member.__get__(self._owner)
-        except AttributeError:  # not set
-            raise KeyError(name) from None
-
-    def __setitem__(self, name: str, value: Any) -> None:
-        member = self._members.get(name)
-        if member is None:
-            vars(self._owner)[name] = value
-        else:
-            member.__set__(self._owner, value)
-
-    def __delitem__(self, name: str) -> None:
-        raise TypeError(f"`{name}` is a place of a tensor and stays")
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self._members
-        yield from getattr(self._owner, "__dict__", ())
-
-    def __len__(self) -> int:
-        return sum(1 for _ in self)
-
-
-def _members_of(own: type) -> dict[str, types.MemberDescriptorType]:
-    """Return what a class and its bases declare in `__slots__`, by name."""
-    return {
-        name: member
-        for base in reversed(own.__mro__)
-        if "__slots__" in vars(base)
-        for name, member in vars(base).items()
-        if isinstance(member, types.MemberDescriptorType)
-    }

@@ -10,7 +10,8 @@ from typing import Any
 
 from deferred_init.dtype_policy import DtypePolicy
 from deferred_init.errors import PlanError
-from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.init_rules import InitRule
+from deferred_init.init_sizes import InitSizes
 from deferred_init.recipe_toml import fields_from_toml, toml_from_fields
 from deferred_init.spelling import closest
 from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
@@ -133,36 +134,21 @@ class Recipe:
                 conflicts.append(where)
             return theirs if ours == unset else ours
 
+        def one_of_each(where: str, ours: Any, theirs: Any) -> Any:
+            chosen = {}
+            for name in (each.name for each in fields(ours)):
+                pair = getattr(ours, name), getattr(theirs, name)
+                chosen[name] = one_of(f"{where}.{name}", *pair, None)
+            return type(ours)(**chosen)
+
         merged: dict[str, Any] = {
-            "name": f"{self.name}+{other.name}",
-            "description": "\n".join(
-                filter(None, (self.description, other.description))
-            ),
-            "high_precision_modules": tuple(
-                dict.fromkeys(
-                    self.high_precision_modules + other.high_precision_modules
-                )
-            ),
+            "te_recipe": one_of("te_recipe", self.te_recipe, other.te_recipe, None),
+            "init_rules": one_of("init_rules", self.init_rules, other.init_rules, ()),
+            "dtype": one_of_each("dtype", self.dtype, other.dtype),
+            "init_sizes": one_of_each("init_sizes", self.init_sizes, other.init_sizes),
         }
         for name in ("quantize_weights", "keep_high_precision_init", "inference"):
             merged[name] = getattr(self, name) or getattr(other, name)
-        for name, unset in (("te_recipe", None), ("init_rules", ())):
-            merged[name] = one_of(
-                name, getattr(self, name), getattr(other, name), unset
-            )
-        for name in ("dtype", "init_sizes"):
-            ours, theirs = getattr(self, name), getattr(other, name)
-            merged[name] = type(ours)(
-                **{
-                    f.name: one_of(
-                        f"{name}.{f.name}",
-                        getattr(ours, f.name),
-                        getattr(theirs, f.name),
-                        None,
-                    )
-                    for f in fields(ours)
-                }
-            )
         if conflicts:
             both = " and ".join(f"`{each}`" for each in conflicts)
             raise PlanError(
@@ -170,7 +156,13 @@ class Recipe:
                 "differently; use one of them, or write a recipe file",
                 conflicts,
             )
-        return Recipe(**merged)
+        modules = self.high_precision_modules + other.high_precision_modules
+        return Recipe(
+            name=f"{self.name}+{other.name}",
+            description="\n".join(filter(None, (self.description, other.description))),
+            high_precision_modules=tuple(dict.fromkeys(modules)),
+            **merged,
+        )
 
     def rule_for(self, fqn: str, ndim: int) -> InitRule | None:
         """Find the rule that fills a tensor; None leaves it to its module."""

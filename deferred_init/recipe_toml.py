@@ -14,7 +14,8 @@ from typing import Any, Final
 
 from deferred_init.dtype_policy import DTYPES, DtypePolicy
 from deferred_init.errors import PlanError
-from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.init_rules import InitRule
+from deferred_init.init_sizes import InitSizes
 from deferred_init.spelling import closest
 from deferred_init.te_recipe import TERecipeSpec
 

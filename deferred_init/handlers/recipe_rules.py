@@ -16,7 +16,8 @@ from torch import nn
 
 from deferred_init.handlers.protocol import LAST, Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
-from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.init_rules import InitRule
+from deferred_init.init_sizes import InitSizes
 from deferred_init.recipe import Recipe
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.target_dtype import final_dtype

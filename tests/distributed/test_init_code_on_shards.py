@@ -17,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 
 import deferred_init as di
 from deferred_init import Recipe
-from deferred_init.init_rules import InitSizes
+from deferred_init.init_sizes import InitSizes
 
 Ranks = Callable[[int], RankPool]
 

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deferred_init.dtype_policy import DTYPES, DtypePolicy
-from deferred_init.init_rules import EXPRESSIONS, InitRule, InitSizes
+from deferred_init.init_rules import InitRule
+from deferred_init.init_sizes import EXPRESSIONS, InitSizes
 from deferred_init.recipe import Recipe, preset_names
 from deferred_init.te_recipe import TERecipeSpec
 

@@ -10,7 +10,8 @@ import torch
 from scipy import stats
 from torch import nn
 
-from deferred_init.init_rules import InitRule, InitSizes
+from deferred_init.init_rules import InitRule
+from deferred_init.init_sizes import InitSizes
 from deferred_init.recipe import Recipe
 
 SIZES = InitSizes(num_layers=8, hidden_size=1024, base_hidden_size=256)
