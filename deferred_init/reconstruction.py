@@ -20,6 +20,7 @@ from torch import nn
 from deferred_init.default_dtype import default_dtype
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, SlotKind
+from deferred_init.structure_only import StructureOnly
 from deferred_init.twin import difference, site_of
 
 __all__ = ["Construction", "find_construction"]
@@ -70,7 +71,7 @@ def find_construction(
     generators = GeneratorSnapshot(torch.device("cpu"))
     for construction in _candidates(site):
         try:
-            with torch.device("meta"):
+            with StructureOnly():
                 built = construction.build(site.module)
         except Exception:  # noqa: BLE001 - constructors raise anything; hf.py is next
             continue

@@ -221,6 +221,11 @@ TORCH_NAMES = (
     *entries(
         "torch.utils._device",
         (
+            "DeviceContext",
+            "construct on meta without drawing, under one mode",
+            "`torch.device` as a context, whose draws take a quarter of the time",
+        ),
+        (
             "_device_constructors",
             "the list of functions that make tensors",
             "a list of our own",
