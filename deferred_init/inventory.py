@@ -18,7 +18,7 @@ from deferred_init.module_attributes import held_by, unregistered
 from deferred_init.object_contents import itself, nothing, reader_of
 from deferred_init.slots import Inventory, ModuleSite, Slot, SlotKind
 
-__all__ = ["take_inventory"]
+__all__ = ["site_of", "take_inventory"]
 
 _MAX_DEPTH = 8
 
@@ -30,14 +30,8 @@ def take_inventory(models: Sequence[nn.Module]) -> Inventory:
         models: One module or several; one that is reachable twice (two models
             that share a block) is listed once, under its first name.
     """
-    walk = _Walk(unregistered(models))
     labels = [""] if len(models) == 1 else [f"model[{i}]" for i in range(len(models))]
-    roots = tuple(
-        site
-        for model, label in zip(models, labels, strict=True)
-        if (site := walk.visit(model, label)) is not None
-    )
-    slots = tuple(walk.slots)
+    roots, slots = _visit_all(models, labels)
     by_tensor: dict[int, list[Slot]] = {}
     for slot in slots:
         by_tensor.setdefault(id(slot.tensor), []).append(slot)
@@ -47,6 +41,24 @@ def take_inventory(models: Sequence[nn.Module]) -> Inventory:
         groups=group_by_storage(slot.tensor for slot in slots),
         _by_tensor={key: tuple(held) for key, held in by_tensor.items()},
     )
+
+
+def site_of(model: nn.Module) -> ModuleSite:
+    """Return the site of one model, without asking which tensors share storage."""
+    roots, _ = _visit_all((model,), ("",))
+    return roots[0]
+
+
+def _visit_all(
+    models: Sequence[nn.Module], labels: Sequence[str]
+) -> tuple[tuple[ModuleSite, ...], tuple[Slot, ...]]:
+    walk = _Walk(unregistered(models))
+    roots = tuple(
+        site
+        for model, label in zip(models, labels, strict=True)
+        if (site := walk.visit(model, label)) is not None
+    )
+    return roots, tuple(walk.slots)
 
 
 class _Walk:

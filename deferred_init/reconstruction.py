@@ -18,10 +18,11 @@ import torch
 from torch import nn
 
 from deferred_init.default_dtype import default_dtype
+from deferred_init.inventory import site_of
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, SlotKind
 from deferred_init.structure_only import StructureOnly
-from deferred_init.twin import difference, site_of
+from deferred_init.twin import difference
 
 __all__ = ["Construction", "find_construction"]
 

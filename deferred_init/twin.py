@@ -14,18 +14,12 @@ from torch import Tensor, nn
 from deferred_init.aliases import storage_key
 from deferred_init.distributed.fsdp2 import unsharded_class, unsharded_type
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.inventory import take_inventory
 from deferred_init.reparametrized import is_parametrized, original_type
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 
-__all__ = ["difference", "matching_modules", "matching_slots", "site_of", "tie_again"]
+__all__ = ["difference", "matching_modules", "matching_slots", "tie_again"]
 
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
-
-
-def site_of(twin: nn.Module) -> ModuleSite:
-    """Return the site of a twin, which the other functions want to be handed."""
-    return take_inventory((twin,)).roots[0]
 
 
 def difference(

@@ -16,8 +16,9 @@ from torch.optim.swa_utils import AveragedModel
 
 from deferred_init.handlers.protocol import LAST, Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, construction_order
+from deferred_init.inventory import site_of
 from deferred_init.slots import ModuleSite, Slot
-from deferred_init.twin import difference, site_of
+from deferred_init.twin import difference
 
 __all__ = ["AveragedModelInit"]
 

@@ -38,11 +38,12 @@ from deferred_init.distributed.fsdp2 import unsharded_class
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.inventory import site_of
 from deferred_init.reconstruction import Construction, find_construction
 from deferred_init.record.paused import no_function_modes
 from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.target_dtype import final_dtype
-from deferred_init.twin import matching_modules, matching_slots, site_of, tie_again
+from deferred_init.twin import matching_modules, matching_slots, tie_again
 from deferred_init.twin_replay import replay_twin
 
 __all__ = ["HFConstructor"]

@@ -18,10 +18,11 @@ from transformers.pytorch_utils import Conv1D
 from deferred_init.dry_run import WriteWatch
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.inventory import site_of
 from deferred_init.own_attributes import own_attribute
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot
-from deferred_init.twin import difference, matching_slots, site_of
+from deferred_init.twin import difference, matching_slots
 
 __all__ = ["HFConv1D", "HFLeaf"]
 
