@@ -6,8 +6,7 @@ out the same, or on the device, to take its tensors over.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import zip_longest
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor, nn
 
@@ -38,29 +37,30 @@ def difference(
         dtypes: Whether dtypes have to agree as well.
     """
     ours, theirs = list(site.post_order()), list(twin.post_order())
-    for one, other in zip_longest(ours, theirs):
-        if one is None or other is None:
-            return "the number of modules"
-        if _strip(site.fqn, one.fqn) != other.fqn or (
-            _module_type(one.module) != _module_type(other.module)
-        ):
+    if len(ours) != len(theirs):
+        return "the number of modules"
+    pairs: list[tuple[Slot, Slot]] = []
+    for one, other in zip(ours, theirs, strict=True):
+        if _strip(site.fqn, one.fqn) != other.fqn or not _are_alike(one, other):
             return f"module `{one.fqn}`"
-    left, right = _registered(ours), _registered(theirs)
-    for mine, its in zip_longest(left, right):
-        if mine is None or its is None:
-            return "the number of parameters and buffers"
-        if (_strip(site.fqn, mine.fqn), mine.kind, mine.persistent) != (
-            its.fqn,
-            its.kind,
-            its.persistent,
+        mine, its = _registered(one), _registered(other)
+        if len(mine) != len(its):
+            return f"the number of parameters and buffers of `{one.fqn}`"
+        pairs += zip(mine, its, strict=True)
+    for left, right in pairs:
+        if (
+            left.name != right.name
+            or left.kind is not right.kind
+            or left.persistent != right.persistent
         ):
-            return f"`{mine.fqn}`"
-        if _geometry(mine.tensor, dtypes) != _geometry(its.tensor, dtypes):
-            return f"the geometry of `{mine.fqn}`"
-    groups, wider = _sharing(left), _sharing(right)
-    for index, mine in enumerate(left):
+            return f"`{left.fqn}`"
+        if _geometry(left.tensor, dtypes) != _geometry(right.tensor, dtypes):
+            return f"the geometry of `{left.fqn}`"
+    groups = _sharing(left for left, _ in pairs)
+    wider = _sharing(right for _, right in pairs)
+    for index, (left, _) in enumerate(pairs):
         if wider[index] != wider[groups[index]]:
-            return f"with what `{mine.fqn}` shares memory"
+            return f"with what `{left.fqn}` shares memory"
     return None
 
 
@@ -107,6 +107,13 @@ def tie_again(slot: Slot, keeper: Slot, workspace: Workspace) -> None:
     workspace.note(f"tied `{slot.fqn}` to `{keeper.fqn}` again")
 
 
+def _are_alike(one: ModuleSite, other: ModuleSite) -> bool:
+    """Whether two modules have the same class, and are parametrized both or neither."""
+    return type(one.module) is type(other.module) or (
+        _module_type(one.module) == _module_type(other.module)
+    )
+
+
 def _module_type(module: nn.Module) -> tuple[type, bool]:
     """The class; of a parametrized or sharded module the one before that."""
     if is_parametrized(module):
@@ -114,8 +121,8 @@ def _module_type(module: nn.Module) -> tuple[type, bool]:
     return unsharded_type(module), False
 
 
-def _registered(sites: Sequence[ModuleSite]) -> list[Slot]:
-    return [slot for site in sites for slot in site.slots if slot.kind in _REGISTERED]
+def _registered(site: ModuleSite) -> list[Slot]:
+    return [slot for slot in site.slots if slot.kind in _REGISTERED]
 
 
 def _geometry(tensor: Tensor, dtypes: bool) -> tuple[object, ...]:
@@ -123,7 +130,7 @@ def _geometry(tensor: Tensor, dtypes: bool) -> tuple[object, ...]:
     return unsharded_class(tensor), tensor.size(), tensor.stride(), kind
 
 
-def _sharing(slots: Sequence[Slot]) -> list[int]:
+def _sharing(slots: Iterable[Slot]) -> list[int]:
     """For each slot, the index of the first one over the same storage."""
     first: dict[int, int] = {}
     found = []

@@ -25,7 +25,7 @@ shape is taken at its word. A recording costs a millisecond per operation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -72,7 +72,7 @@ class HFConstructor:
         """Claim all deferred tensors if a second construction on meta agrees."""
         if not isinstance(site.module, PreTrainedModel):
             return None
-        slots = [slot for below in site.post_order() for slot in below.slots]
+        slots = _slots(site)
         deferred = [slot for slot in slots if slot.deferred]
         if not all(map(_is_plain, deferred)):
             return None
@@ -80,13 +80,16 @@ class HFConstructor:
         if found is None:
             return None
         construction, twin = found
-        made = [slot for slot, _ in matching_slots(site, deferred, twin)]
-        stray = _stray(matching_slots(site, slots, twin))
+        pairs = matching_slots(site, slots, twin)
+        without_memory = set(map(id, deferred))
+        made = [slot for slot, _ in pairs if id(slot) in without_memory]
+        stray = _stray([pair for pair in pairs if id(pair[0]) not in without_memory])
         self._known[site.module] = construction
+        others = _bytes(slots, but=deferred)
         return Claim(
             slots=(*made, *stray),
             source=construction.describe(site.module),
-            scratch_bytes=min(_bytes(slots, but=deferred), _room(deferred)),
+            scratch_bytes=min(others, _room(deferred)) if others else 0,
             assumptions=(*construction.assumptions(site.module), *map(_made, stray)),
         )
 
@@ -94,9 +97,12 @@ class HFConstructor:
         """Construct the model on the device and take its tensors over."""
         site = step.site
         construction = self._known[site.module]
-        claimed = {id(slot.tensor) for slot in step.claim.slots}
-        stray = {id(s.tensor) for s in step.claim.slots if not s.deferred}
-        slots = [slot for below in site.post_order() for slot in below.slots]
+        # Outside of the default device, with which each look at a tensor is slow.
+        with no_function_modes():
+            slots = _slots(site)
+            claimed = {id(slot.tensor) for slot in step.claim.slots}
+            stray = {id(s.tensor) for s in step.claim.slots if not s.deferred}
+            one_by_one = _one_by_one(step.claim.slots, slots, workspace.request)
 
         def give(slot: Slot, tensor: Tensor) -> None:
             if id(slot.tensor) in stray:
@@ -104,39 +110,47 @@ class HFConstructor:
             else:
                 workspace.adopt(slot, _dressed(slot.tensor, tensor))
 
-        others = _bytes(slots, but=step.claim.slots)
-        sharded = any(hasattr(s.tensor, "device_mesh") for s in step.claim.slots)
-        cast = any(
-            final_dtype(slot, workspace.request) != slot.tensor.dtype
-            for slot in step.claim.slots
-        )
-        if (
-            sharded
-            or cast  # one by one, so as not to hold the whole in two dtypes
-            or workspace.request.rng != "eager"
-            or others > _room(step.claim.slots)
-        ):
+        if one_by_one:
             built = replay_twin(
                 lambda: construction.build(site.module),
                 lambda twin: _own(matching_slots(site, slots, site_of(twin)), claimed),
                 give,
                 workspace,
             )
-            given = True
         else:
             full = workspace.request.verify == "full"
             with PoisonedMemory() if full else nullcontext():
                 built = construction.build(site.module)
-            given = False
         with no_function_modes():
             twin = site_of(built)
             pairs = matching_slots(site, slots, twin)
-            for slot, tensor in () if given else _own(pairs, claimed):
+            for slot, tensor in () if one_by_one else _own(pairs, claimed):
                 give(slot, tensor)
             _follow(pairs, claimed, workspace)
             for ours, its in matching_modules(site, twin):
                 if _INITIALIZED in vars(its):
                     setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+
+
+def _slots(site: ModuleSite) -> list[Slot]:
+    return [slot for below in site.post_order() for slot in below.slots]
+
+
+def _one_by_one(made: Sequence[Slot], slots: Sequence[Slot], request: Request) -> bool:
+    """Whether a recording has to make the tensors, and not the constructor at once.
+
+    Where not all of them are wanted in full (or at all), and where they are cast, so
+    as not to hold the whole in two dtypes.
+    """
+    if request.rng != "eager":
+        return True
+    if any(hasattr(slot.tensor, "device_mesh") for slot in made):
+        return True
+    casts = request.dtype is not None or request.recipe is not None
+    if casts and any(final_dtype(slot, request) != slot.tensor.dtype for slot in made):
+        return True
+    others = _bytes(slots, but=made)
+    return others > 0 and others > _room(made)
 
 
 def _follow(
@@ -192,11 +206,14 @@ def _stray(pairs: list[tuple[Slot, Tensor]]) -> list[Slot]:
 
     They lack the values that `initialize_weights` gives in eager construction. If any
     other parameter is real, then something was loaded, perhaps these too.
+
+    Args:
+        pairs: Slots that have memory, with the tensors of the twin on meta.
     """
     real = [
         (slot, tensor.is_meta)
         for slot, tensor in pairs
-        if slot.kind is SlotKind.PARAMETER and not slot.deferred
+        if slot.kind is SlotKind.PARAMETER
     ]
     return [] if any(deferred for _, deferred in real) else [slot for slot, _ in real]
 
@@ -212,10 +229,14 @@ def _is_plain(slot: Slot) -> bool:
     return unsharded_class(slot.tensor) in (Tensor, nn.Parameter)
 
 
-def _bytes(slots: Iterable[Slot], but: Iterable[Slot]) -> int:
+def _bytes(slots: Iterable[Slot], but: Sequence[Slot]) -> int:
     """Bytes of the tensors in some slots, without those in others."""
+    known = {id(slot.tensor) for slot in but}
+    rest = [slot.tensor for slot in slots if id(slot.tensor) not in known]
+    if not rest:
+        return 0
     left_out = {storage_key(slot.tensor) for slot in but}
-    sizes = {storage_key(slot.tensor): _num_bytes(slot.tensor) for slot in slots}
+    sizes = {storage_key(tensor): _num_bytes(tensor) for tensor in rest}
     return sum(size for key, size in sizes.items() if key not in left_out)
 
 
