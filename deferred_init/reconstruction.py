@@ -97,19 +97,20 @@ def _candidates(site: ModuleSite) -> Iterator[Construction]:
     dtypes = [dtype for dtype in (configured, default) if dtype in held]
     dtypes += [dtype for dtype in held if dtype in (torch.float16, torch.bfloat16)]
     dtypes = list(dict.fromkeys(dtypes)) or [default]
-    flags = _flags(type(site.module))
-    options = [{}, *({name: not value} for name, value in flags.items())]
-    for chosen in options:
+    model_class = type(site.module)
+    for chosen in _options(model_class):
         for dtype in dtypes:
             yield Construction(dtype=dtype, options=chosen)
-    for chosen in options:
+    for chosen in _options(model_class):
         yield Construction(dtype=default, options=chosen, cast=True)
 
 
-def _flags(model_class: type) -> dict[str, bool]:
-    """Boolean options of a constructor, with their defaults."""
-    parameters = inspect.signature(model_class).parameters.values()
-    return {p.name: p.default for p in parameters if isinstance(p.default, bool)}
+def _options(model_class: type) -> Iterator[dict[str, bool]]:
+    """Yield no options for a constructor, then each flag that it has, turned over."""
+    yield {}
+    for parameter in inspect.signature(model_class).parameters.values():
+        if isinstance(parameter.default, bool):
+            yield {parameter.name: not parameter.default}
 
 
 def _as_dtype(value: Any) -> torch.dtype | None:
