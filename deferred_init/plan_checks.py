@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
@@ -12,10 +13,12 @@ from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.rebind import outside_use
+from deferred_init.record.tokens import is_token_state
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.tensor_names import names_for
 
 __all__ = [
+    "kept_tokens",
     "left_behind",
     "misfit_shards",
     "name_collisions",
@@ -52,6 +55,22 @@ def unclaimed(
         f"{len(left)} {verb} no initializer: {names}{more}. Build the model inside "
         f"`deferred_init(...)`, register an initializer for {listing(list(owners))}, "
         f"or load real values into them before.{extra}"
+    ]
+
+
+def kept_tokens(inventory: Inventory) -> list[str]:
+    """Name states of generators that were saved while draws were only recorded."""
+    kept = [
+        slot.fqn
+        for slot in inventory.slots
+        if slot.tensor.dtype is torch.uint8 and is_token_state(slot.tensor)
+    ]
+    if not kept:
+        return []
+    return [
+        f"{listing(kept)}: a generator's state that was saved inside `deferred_init`, "
+        "where nothing is drawn, so that it is not the one of eager construction; save "
+        "it after `materialize`"
     ]
 
 

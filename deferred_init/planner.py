@@ -28,6 +28,7 @@ from deferred_init.order_assumptions import order_assumptions, tree_assumptions
 from deferred_init.ordering import ordered_steps
 from deferred_init.plan import Plan
 from deferred_init.plan_checks import (
+    kept_tokens,
     left_behind,
     misfit_shards,
     name_collisions,
@@ -75,6 +76,7 @@ def make_plan(
     problems = [*known_problems, *claims.problems]
     problems += unclaimed(inventory, deferred, claims.claimed)
     problems += unallocatable(deferred, request)
+    problems += kept_tokens(inventory)
     problems += misfit_shards(inventory, (claim for _, _, claim in claims.found))
     if request.rng in BY_NAME:
         problems += name_collisions(deferred, request)

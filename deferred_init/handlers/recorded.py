@@ -100,8 +100,9 @@ def _seed_problems(
         return ()
     return (
         f"`{site.fqn or type(site.module).__name__}` was recorded by a constructor "
-        "that looked at random values (`.item()`, `if`), which another seed would "
-        f"have made different: call torch.manual_seed({request.seed}) before "
+        "that looked at random values (`.item()`, `if`) or at the seed, which another "
+        "seed would have made different: call "
+        f"torch.manual_seed({request.seed}) before "
         "`deferred_init(...)` and pass no seed",
     )
 

@@ -45,8 +45,8 @@ class Recording:
         borrowed: Storages of real tensors over memory that is not torch's.
         began_as_another: Whether a recording that is not replayed yet began with the
             same state of the CPU's default generator.
-        looked_at_random: Whether the constructor saw a value that it had drawn, so
-            that what it did is right for the recorded generator state alone.
+        looked_at_random: Whether the constructor saw a value that it had drawn, or
+            the seed, so that what it did is right for the recorded state alone.
     """
 
     def __init__(self, device: torch.device) -> None:

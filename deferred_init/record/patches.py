@@ -47,6 +47,7 @@ _trunc_normal = torch.nn.init._no_grad_trunc_normal_
 _rebuild_tensor = torch._utils._rebuild_tensor
 _lazy_mixin: Any = vars(parameter)["UninitializedTensorMixin"]
 _lazy_materialize = _lazy_mixin.materialize
+_initial_seed = torch.initial_seed
 _thread_start = threading.Thread.start
 
 
@@ -110,6 +111,13 @@ def _rebuild(*args: Any, **kwargs: Any) -> Any:
         return _rebuild_tensor(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
+def _seed_seen() -> int:
+    """Stand in for `torch.initial_seed`: what was done with it is for that seed."""
+    if active.recorder is not None:
+        active.recorder.recording.looked_at_random = True
+    return _initial_seed()
+
+
 def _start(thread: threading.Thread) -> None:
     """Stand in for `Thread.start`: the new thread records too."""
     recorder = active.recorder
@@ -153,6 +161,8 @@ class Patches:
             init = torch.nn.init
             _set(init, "_no_grad_trunc_normal_", _truncated_normal, _trunc_normal)
             _set(torch._utils, "_rebuild_tensor", _rebuild, _rebuild_tensor)
+            for owner in (torch, torch.random):
+                _set(owner, "initial_seed", _seed_seen, _initial_seed)
             _set(threading.Thread, "start", _start, _thread_start)
             for cls in external_classes():
                 init_of = vars(cls)["__init__"]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+import deferred_init as di
 from deferred_init.record import RecordError, deferred_init, materialize_tensor
 
 
@@ -150,3 +151,59 @@ def test_a_constructor_that_raises_leaves_the_generators_as_they_were():
         deferred_init(broken)
     assert torch.equal(state, torch.get_rng_state())
     assert type(torch.rand(2)) is torch.Tensor
+
+
+def test_the_seed_is_told_as_in_eager(assert_eager_equals_deferred):
+    def body(self):
+        own = torch.Generator().manual_seed(5)
+        self.a = nn.Linear(3, 3)
+        first = torch.rand(3, generator=own)
+        seeds = torch.initial_seed(), torch.default_generator.initial_seed()
+        self.b = first * sum((*seeds, own.initial_seed()))
+        torch.manual_seed(torch.initial_seed() + 7)
+        self.c = nn.Linear(3, 3)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(2**64 - 3)
+            self.d = torch.rand(3)
+            assert torch.initial_seed() == 2**64 - 3
+        self.e = torch.full((2,), float(torch.initial_seed()))
+
+    assert_eager_equals_deferred(body)
+
+
+def test_another_seed_is_refused_where_the_constructor_asked_for_the_seed():
+    torch.manual_seed(3)
+    model = deferred_init(lambda: nn.Linear(2, torch.initial_seed()))
+    with pytest.raises(di.PlanError, match="or at the seed, which another seed would"):
+        di.materialize(model, "cpu", seed=4)
+    assert di.materialize(model, "cpu", seed=3).ok
+
+
+@pytest.mark.parametrize("way", ["set_state", "clone_state", "default"])
+def test_a_state_that_is_copied_to_another_generator_is_refused_by_name(way):
+    def build():
+        own = torch.Generator().manual_seed(5)
+        torch.rand(3, generator=own)
+        if way == "default":
+            torch.set_rng_state(own.get_state())
+            return torch.rand(3)
+        other = own.clone_state() if way == "clone_state" else torch.Generator()
+        if way == "set_state":
+            other.set_state(own.get_state())
+        return torch.rand(3, generator=other)
+
+    torch.manual_seed(1)
+    state = torch.get_rng_state()
+    with pytest.raises(RecordError, match="has the state of another one"):
+        deferred_init(build)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_state_that_the_model_keeps_is_refused_by_name():
+    def build():
+        model = nn.Linear(2, 2)
+        model.state = torch.get_rng_state()
+        return model
+
+    with pytest.raises(di.PlanError, match="`state`: a generator's state that was"):
+        di.materialize(deferred_init(build), "cpu")
