@@ -13,8 +13,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -86,7 +85,7 @@ class Eager:
 
     name = "eager"
 
-    def step(self, step: Step) -> AbstractContextManager[None]:
+    def step(self, step: Step) -> AbstractContextManager[object]:
         """Run one step."""
         return _NOTHING
 
@@ -110,11 +109,9 @@ class ByName:
         self._device = device
         self._names = names
 
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def step(self, step: Step) -> AbstractContextManager[object]:
         """Run one step with every random operation seeded by name."""
-        with NamedDraws(self._seed, self._device, step, self._names):
-            yield
+        return NamedDraws(self._seed, self._device, step, self._names)
 
 
 class NamedDraws(DispatchMode):

@@ -11,8 +11,8 @@ see an operation that overwrites a tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -47,12 +47,9 @@ class Fast(ByName):
 
     name = "fast"
 
-    @contextmanager
-    def step(self, step: Step) -> Iterator[None]:
+    def step(self, step: Step) -> AbstractContextManager[object]:
         """Run one step with its fills replaced."""
-        mode = _Fills(self._seed, self._device, step, self._names)
-        with mode, _truncated_normals_to(mode):
-            yield
+        return _Fills(self._seed, self._device, step, self._names)
 
 
 def distribution_of(
@@ -89,6 +86,36 @@ class _Fills(NamedDraws):
 
     truncated: TruncatedNormal | None = None
 
+    def __enter__(self) -> _Fills:
+        """Let `nn.init.trunc_normal_` ask this mode for one fill."""
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._original: Any = torch.nn.init._no_grad_trunc_normal_
+        torch.nn.init._no_grad_trunc_normal_ = self._truncated_normal
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Give `nn.init.trunc_normal_` back what it called."""
+        torch.nn.init._no_grad_trunc_normal_ = self._original
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def _truncated_normal(
+        self,
+        tensor: Tensor,
+        mean: float,
+        std: float,
+        a: float,
+        b: float,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        if generator is None and not tensor.is_meta:
+            self.truncated = TruncatedNormal(mean, std, a, b)
+            with torch.no_grad():
+                tensor.uniform_()
+            done, self.truncated = self.truncated is None, None
+            if done:
+                return tensor
+        return self._original(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]
+
     def draw(
         self, name: str, ordinal: int, func: Any, args: Any, kwargs: dict[str, Any]
     ) -> Any:
@@ -117,32 +144,3 @@ def _cold_loan(tensor: object) -> tuple[Lender, Loan] | tuple[None, None]:
             if loan is not None:
                 return lender, loan
     return None, None
-
-
-@contextmanager
-def _truncated_normals_to(mode: _Fills) -> Iterator[None]:
-    """Let `nn.init.trunc_normal_` ask the mode for one fill."""
-    original: Any = torch.nn.init._no_grad_trunc_normal_
-
-    def truncated_normal(
-        tensor: Tensor,
-        mean: float,
-        std: float,
-        a: float,
-        b: float,
-        generator: torch.Generator | None = None,
-    ) -> Tensor:
-        if generator is None and not tensor.is_meta:
-            mode.truncated = TruncatedNormal(mean, std, a, b)
-            with torch.no_grad():
-                tensor.uniform_()
-            done, mode.truncated = mode.truncated is None, None
-            if done:
-                return tensor
-        return original(tensor, mean, std, a, b, generator=generator)  # type: ignore[no-any-return]
-
-    torch.nn.init._no_grad_trunc_normal_ = truncated_normal
-    try:
-        yield
-    finally:
-        torch.nn.init._no_grad_trunc_normal_ = original
