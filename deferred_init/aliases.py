@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 __all__ = [
+    "BARE_TYPES",
     "StorageGroup",
     "byte_span",
     "group_by_storage",
@@ -20,12 +21,13 @@ __all__ = [
     "storage_key",
 ]
 
-_BARE_TYPES = frozenset({Tensor, nn.Parameter})
+BARE_TYPES = frozenset({Tensor, nn.Parameter})
+"""Types of tensors that no subclass has any say in."""
 
 
 def is_deferred(tensor: Tensor) -> bool:
     """Tell whether a tensor has no memory: meta, recorded, fake, or still lazy."""
-    if type(tensor) in _BARE_TYPES:  # the rule; neither lazy nor fake
+    if type(tensor) in BARE_TYPES:  # the rule; neither lazy nor fake
         return tensor.is_meta
     if tensor.is_meta or is_lazy(tensor):
         return True

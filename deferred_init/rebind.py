@@ -19,13 +19,13 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from deferred_init.aliases import BARE_TYPES
 from deferred_init.record.paused import no_dispatch
 
 __all__ = ["exchange", "outside_use", "swap_obstacle", "take_over"]
 
-_BARE_TYPES = frozenset({Tensor, nn.Parameter})
 _HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 _UNSET: Any = object()
 
@@ -121,17 +121,22 @@ def take_over(
     """
     alike = (
         type(old) is type(new)
-        and type(old) in _BARE_TYPES
+        and type(old) in BARE_TYPES
         and old.requires_grad == new.requires_grad
         and old.is_leaf
         and new.is_leaf
         and not any(getattr(new, name, None) for name in _HOOKS)
-        and old.is_set_to(new)
+        and _is_same_memory(old, new)
     )
     if alike and new.__dict__:
         log(partial(setattr, old, "__dict__", old.__dict__))
         old.__dict__ = {**old.__dict__, **new.__dict__}
     return alike
+
+
+def _is_same_memory(one: Tensor, other: Tensor) -> bool:
+    with no_dispatch():  # a mode has nothing to say to a question about bare tensors
+        return one.is_set_to(other)
 
 
 def _is_simple(tensor: Tensor) -> bool:

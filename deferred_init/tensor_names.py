@@ -78,6 +78,8 @@ def canonical_name(fqn: str) -> str:
     'layers.0.weight'
     """
     parts = fqn.split(".")
+    if _WRAPPERS.isdisjoint(parts) and not fqn.startswith("model["):
+        return fqn
     if parts and parts[0].startswith("model[") and parts[0].endswith("]"):
         parts = parts[1:]
     return ".".join(part for part in parts if part not in _WRAPPERS)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import StorageGroup
+from deferred_init.aliases import BARE_TYPES, StorageGroup
 from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.distributed.outcome import all_still_there
 from deferred_init.handlers.plain import dress
@@ -19,7 +19,8 @@ from deferred_init.loans import Loans
 from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
-from deferred_init.record.paused import no_function_modes
+from deferred_init.record.paused import no_function_modes, without_own_mode
+from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot
 from deferred_init.staged_loan import Fill, Loan
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
@@ -45,6 +46,7 @@ class ExecutionWorkspace:
     def __init__(self, inventory: Inventory, request: Request) -> None:
         self.inventory = inventory
         self._request = request
+        self._under_mode = request.rng in BY_NAME
         self._casts = request.dtype is not None or request.recipe is not None
         self.made: set[int] = set()
         modules = [site.module for site in inventory.sites()]
@@ -193,6 +195,9 @@ class ExecutionWorkspace:
         allocator = allocator_for(tensor)
         assert allocator is not None, "checked in the plan"
         device = self._offloaded.get(id(tensor), self._request.device)
+        if self._under_mode and type(tensor) in BARE_TYPES:
+            with without_own_mode():
+                return allocator.empty_like(tensor, device)
         return allocator.empty_like(tensor, device)
 
     def keep(self, home: Tensor, full: Tensor) -> None:

@@ -25,6 +25,11 @@ TORCH_NAMES = (
             "never leave it out: init functions run a little slower",
         ),
         (
+            "_C._len_torch_dispatch_stack",
+            "see whether the mode of a policy by names alone is in force",
+            "never leave it out: those policies run a little slower",
+        ),
+        (
             "_C._functorch.peek_interpreter_stack",
             "leave factories inside of `torch.vmap` to torch",
             "dispatch every factory: recording takes longer",

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 __all__ = ["index_of", "no_dispatch", "no_function_modes", "plain_torch"]
-__all__ += ["without_default_device"]
+__all__ += ["without_default_device", "without_own_mode"]
 
 
 def index_of(device: torch.device) -> int | None:
@@ -37,3 +37,13 @@ def without_default_device() -> AbstractContextManager[object]:
     """
     alone = torch._C._len_torch_function_stack() <= 1
     return no_function_modes() if alone else nullcontext()
+
+
+def without_own_mode() -> AbstractContextManager[object]:
+    """Switch off the mode of a policy by names, for memory that nobody draws into.
+
+    Every operation under a mode goes through Python. With any other mode than that one
+    (a user's, or torch's own) all stay in force.
+    """
+    alone = torch._C._len_torch_dispatch_stack() == 1
+    return no_dispatch() if alone else nullcontext()

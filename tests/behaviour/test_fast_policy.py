@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import deferred_init as di
 from deferred_init.fast.distributions import Normal, TruncatedNormal, Uniform
@@ -217,6 +218,29 @@ def test_torch_is_as_it_was_after_a_failure() -> None:
         _make(model)
     assert nn.init._no_grad_trunc_normal_ is before
     assert model.weight.is_meta
+
+
+@pytest.mark.parametrize("rng", ["by_name", "fast"])
+def test_a_dispatch_mode_of_the_user_sees_every_tensor_that_is_allocated(
+    rng: str,
+) -> None:
+    made: list[torch.Size] = []
+
+    class Allocations(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            if func is torch.ops.aten.empty_strided.default:
+                made.append(torch.Size(args[0]))
+            return func(*args, **(kwargs or {}))
+
+    alone, watched = _on_meta(_net), _on_meta(_net)
+    di.materialize(alone, "cpu", seed=5, rng=rng)
+    with Allocations():  # type: ignore[no-untyped-call]
+        di.materialize(watched, "cpu", seed=5, rng=rng)
+    assert made == [param.size() for param in watched.parameters()]
+    for one, other in zip(alone.parameters(), watched.parameters(), strict=True):
+        assert torch.equal(one, other)
 
 
 def test_two_fills_of_one_tensor_draw_different_numbers() -> None:
