@@ -194,6 +194,7 @@ def _can_be_lent(op: Any, slots: list[Slot]) -> bool:
     makers = _makers(type(op))
     return (
         len(makers) == 2
+        and not is_grouped(op)
         and all(map(_is_of_te, makers))
         and all(slot.name in ("weight", "bias") for slot in slots)
     )
