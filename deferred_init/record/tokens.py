@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import ctypes
 import secrets
-import struct
 
 import torch
 from torch import Tensor
@@ -27,8 +26,8 @@ __all__ = ["Tokens", "is_token_state"]
 
 # A state of the CPU's generator: the seed, 16 bytes on the place in the numbers, and
 # 624 numbers of 32 bits in 8 bytes each. The first two say that it is a token.
-_WORDS = struct.Struct("=4Q")
-_OFFSET = 24
+_Words = ctypes.c_uint64 * 7
+_FIRST = 3
 _NUM_BYTES = torch.Generator().get_state().numel()
 _MAGIC = (0xD3F3_44ED, 0x70C3_2217)
 
@@ -41,13 +40,15 @@ class Tokens:
         positions: For each token the number of nodes that had been recorded.
     """
 
-    __slots__ = ("_address", "_generator", "_on_cpu", "_state", "positions", "token")
+    __slots__ = ("_generator", "_on_cpu", "_state", "_words", "positions", "token")
 
     def __init__(self, generator: torch.Generator, position: int) -> None:
         self._generator = generator
         self._state = generator.get_state()
-        self._address = self._state.data_ptr()
         self._on_cpu = generator.device.type == "cpu"
+        if self._on_cpu:
+            self._words = _words_of(self._state)
+            self._words[_FIRST : _FIRST + 2] = list(_MAGIC)
         self.token = 0
         self.positions: dict[int, int] = {}
         self.renew(position)
@@ -62,10 +63,9 @@ class Tokens:
         if not self._on_cpu:
             self._generator.manual_seed(self.token)
             return
-        words = _WORDS.pack(*_MAGIC, self.token >> 32, self.token & 0xFFFF_FFFF)
-        seed = struct.pack("=q", _signed(self._generator.initial_seed()))
-        ctypes.memmove(self._address, seed, len(seed))
-        ctypes.memmove(self._address + _OFFSET, words, len(words))
+        self._words[0] = self._generator.initial_seed()
+        self._words[_FIRST + 2] = self.token >> 32
+        self._words[_FIRST + 3] = self.token & 0xFFFF_FFFF
         self._generator.set_state(self._state)
 
     def now(self) -> int | None:
@@ -90,13 +90,12 @@ def is_token_state(state: Tensor) -> bool:
 
 
 def _token_in(state: Tensor) -> int | None:
-    with no_function_modes():
-        address = state.data_ptr()
-    held = ctypes.string_at(address + _OFFSET, _WORDS.size)
-    first, second, high, low = _WORDS.unpack(held)
+    words = _words_of(state)
+    first, second, high, low = words[_FIRST:]
     return high << 32 | low if (first, second) == _MAGIC else None
 
 
-def _signed(seed: int) -> int:
-    """A seed is given back as an unsigned number of 64 bits, or as a signed one."""
-    return seed - (1 << 64) if seed >= 1 << 63 else seed
+def _words_of(state: Tensor) -> ctypes.Array[ctypes.c_uint64]:
+    """Return the first words of a state, in its memory."""
+    with no_function_modes():
+        return _Words.from_address(state.data_ptr())
