@@ -93,7 +93,7 @@ def make_plan(
             *dict.fromkeys(text for step in steps for text in step.claim.assumptions),
             *order_assumptions(steps),
             *tree_assumptions(steps, inventory),
-            *value_assumptions(steps, inventory),
+            *value_assumptions(steps, inventory, deferred),
         ),
         final_bytes=final_bytes,
         scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,

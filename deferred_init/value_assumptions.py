@@ -25,14 +25,36 @@ _PLAIN = (nn.Parameter, torch.Tensor)
 _CONSTANT = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.PReLU, _NormBase)
 
 
-def value_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, ...]:
+def value_assumptions(
+    steps: Sequence[Step], inventory: Inventory, deferred: Sequence[Slot]
+) -> tuple[str, ...]:
     """Name tensors that were written otherwise than their steps do, or cast since.
 
     Only tensors are named of whose writes every step tells how many there are: those
     of torch's `reset_parameters` and of init methods that were tried. A write through
     `.data` is not counted by torch.
     """
-    return (*_written(steps, inventory), *_cast(tuple(_made_by_torch(steps))))
+    return (
+        *_written(steps, inventory),
+        *_cast(tuple(_made_by_torch(steps))),
+        *_gradients(deferred),
+    )
+
+
+def _gradients(deferred: Sequence[Slot]) -> Iterator[str]:
+    """Name tensors without memory whose `grad` is set, as a backward leaves it."""
+    found = [
+        slot.fqn
+        for slot in deferred
+        if slot.tensor.requires_grad and slot.tensor.is_leaf
+        if slot.tensor.grad is not None
+    ]
+    if found:
+        yield (
+            f"{listing(found)}: the gradients that were computed without memory are "
+            "not needed, and are left out; where they are, run the backward after "
+            "`materialize`"
+        )
 
 
 def _written(steps: Sequence[Step], inventory: Inventory) -> Iterator[str]:

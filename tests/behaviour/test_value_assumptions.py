@@ -150,3 +150,17 @@ def test_a_model_as_torch_makes_it_shows_nothing() -> None:
             nn.PReLU(),
         )
     assert di.plan(model, "cpu").assumptions == ()
+
+
+def test_gradients_without_memory_are_left_out_and_named() -> None:
+    def build() -> nn.Module:
+        model = nn.Linear(3, 2)
+        model(torch.ones(1, 3)).sum().backward()
+        return model
+
+    with META:
+        on_meta = build()
+    for model in (on_meta, di.deferred_init(build)):
+        (text,) = di.materialize(model, "cpu").assumptions
+        assert text.startswith("`weight`, `bias`: the gradients that were computed")
+        assert all(parameter.grad is None for parameter in model.parameters())
