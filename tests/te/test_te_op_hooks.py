@@ -9,8 +9,10 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from deferred_init.handlers.te_ops import _can_be_lent, _run_hook
 from deferred_init.workspace import ExecutionWorkspace
+
+pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
+from deferred_init.handlers.te_ops import _can_be_lent, _run_hook
 
 pytestmark = pytest.mark.te
 KINDS = ("BasicLinear", "Bias", "LayerNorm", "RMSNorm")
