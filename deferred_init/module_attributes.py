@@ -29,8 +29,8 @@ def held_by(module: nn.Module) -> Held:
     return [
         (name, value)
         for name, value in vars(module).items()
-        if type(value) not in ATOM_TYPES
-        and name not in _MODULE_INTERNALS
+        if name not in _MODULE_INTERNALS  # most are, so that this comes first
+        and type(value) not in ATOM_TYPES
         and (type(value) not in BUILT_IN or value)
         and not name.startswith(_WRAPPER_STATE)
     ]

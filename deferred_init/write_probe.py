@@ -76,7 +76,7 @@ class Writes:
         """Return what the names stand for in a module that is alike."""
         by_name = {slot.name: slot for slot in site.slots}
         *kinds, counts = names
-        filled, touched, real = (tuple(by_name[n] for n in kind) for kind in kinds)
+        filled, touched, real = [tuple([by_name[n] for n in kind]) for kind in kinds]
         return Writes(filled=filled, touched=touched, real=real, counts=counts)
 
 

@@ -29,7 +29,8 @@ from deferred_init.audit.kinds import (
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training", *MODULE_HOOKS}
+_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {*MODULE_HOOKS}
+_HOOKS_IN_ORDER = sorted(MODULE_HOOKS, key=[*vars(nn.Module())].index)
 _WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32
 _BATCH = 64
@@ -259,13 +260,16 @@ class _Walk:
 
 def _held_by(module: nn.Module) -> list[tuple[object, str, int]]:
     """List what a module holds besides what is registered, each with its name."""
-    known = atoms()
-    held = [
+    known, attributes = atoms(), vars(module)
+    held: list[tuple[object, str, int]] = [
+        (hooks, name, 0) for name in _HOOKS_IN_ORDER if (hooks := attributes.get(name))
+    ]
+    held += [
         (value, name, 0)
-        for name, value in vars(module).items()
-        if type(value) not in known
-        and name not in _MODULE_INTERNALS
-        and ((type(value) not in BUILT_IN and name not in MODULE_HOOKS) or value)
+        for name, value in attributes.items()
+        if name not in _MODULE_INTERNALS  # most are, so that this comes first
+        and type(value) not in known
+        and (type(value) not in BUILT_IN or value)
         and not name.startswith(_WRAPPER_STATE)
     ]
     slots = slot_parts(module)
