@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -20,6 +21,20 @@ def test_one_overwriting_operation_fills_a_tensor() -> None:
     with torch.no_grad(), WriteWatch() as watch:
         nn.init.normal_(weight)
     assert watch.is_filled(weight)
+
+
+def test_a_normal_fill_is_counted_and_refused_as_without_a_watch() -> None:
+    weight, whole = _meta(3, 4), torch.empty(3, device="meta", dtype=torch.int64)
+    with WriteWatch() as watch:
+        assert weight.normal_(0.0, 0.02) is weight
+        assert weight[:2].normal_().size() == (2, 4)
+        with pytest.raises(RuntimeError, match="std"):
+            weight.normal_(0.0, -1.0)
+        with pytest.raises((RuntimeError, NotImplementedError)):
+            whole.normal_()
+    assert weight._version == 2
+    assert watch.is_filled(weight)
+    assert not watch.is_filled(whole)
 
 
 def test_slices_that_cover_a_tensor_fill_it_and_others_do_not() -> None:
