@@ -202,10 +202,10 @@ def _is_own_method(module_type: type, name: str) -> bool:
         return False
     if _is_in(function, _FOREIGN):
         return False
-    required = [
-        one
-        for one in inspect.signature(function).parameters.values()
-        if one.default is one.empty
-        and one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
-    ]
-    return len(required) == 1  # `self`
+    try:
+        inspect.signature(function).bind(
+            None
+        )  # `self`, which a decorator may call args
+    except TypeError:
+        return False
+    return True

@@ -113,6 +113,29 @@ def test_what_a_decorated_constructor_calls_is_run() -> None:
     assert report.assumptions == ()
 
 
+class _Wrapped(nn.Module):
+    """Its method was decorated without `functools.wraps`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight)
+
+
+def test_a_method_that_hides_its_arguments_is_run() -> None:
+    original = _Wrapped.reset_parameters
+
+    def hidden(*args: Any, **kwargs: Any) -> None:
+        original(*args, **kwargs)
+
+    _Wrapped.reset_parameters = hidden  # type: ignore[method-assign]
+    _, report = made_as_eager(_Wrapped)
+    assert report.assumptions == ()
+
+
 class _Registered(nn.Module):
     """Registers a name that holds nothing, saves a buffer, or is in training, or not.
 
