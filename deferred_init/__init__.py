@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from deferred_init.api import audit, materialize, plan
+from deferred_init.api import materialize, plan
+from deferred_init.audit_verb import audit
 from deferred_init.distributed.fsdp1 import param_init_fn
 from deferred_init.errors import (
     AuditError,

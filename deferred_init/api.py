@@ -1,22 +1,20 @@
-"""The three verbs: `materialize`, `plan`, `audit`."""
+"""The verbs `materialize` and `plan`; `audit` is in `audit_verb.py`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from deferred_init.audit import run_audit, take_snapshot
 from deferred_init.distributed.outcome import failures_told
 from deferred_init.errors import AuditError
 from deferred_init.garbage import full_collections_wait, young_collections_wait
-from deferred_init.handlers.ecosystems import load_handlers
-from deferred_init.model_arguments import as_models
+from deferred_init.model_arguments import Models, as_models
 from deferred_init.one_at_a_time import one_at_a_time
 from deferred_init.outlook import make_outlook
 from deferred_init.pipeline import look, make_agreed_plan, run_plan
@@ -26,15 +24,13 @@ from deferred_init.sources.layout import LayoutRule
 from deferred_init.summary import dtypes_asked_for, rebound_names, summarize
 from deferred_init.validate import (
     as_optimizers,
-    check_verify,
     make_request,
     make_weights,
 )
 from deferred_init.workspace import ExecutionWorkspace
 
-__all__ = ["audit", "materialize", "plan"]
+__all__ = ["materialize", "plan"]
 
-Models = nn.Module | Sequence[nn.Module]
 Names = Mapping[str, str] | Iterable[Mapping[str, str] | LayoutRule]
 
 
@@ -261,48 +257,3 @@ def plan(
     notes = (*the_plan.notes, *outlook.notes(the_plan.steps))
     the_plan = replace(the_plan, gpu=outlook.gpu, world_size=world_size, notes=notes)
     return replace(the_plan, counted=the_plan.forecast())
-
-
-@full_collections_wait()
-def audit(
-    model: Models,
-    *,
-    optimizers: Optimizer | Iterable[Optimizer] = (),
-    holders: Iterable[Any] = (),
-    verify: str = "fast",
-) -> Report:
-    """Prove that a model is ready to train, or say what is wrong with it.
-
-    Looks at the whole object graph and changes nothing; works on any model,
-    materialized by this package or not. With `verify="full"` the ranks that share a
-    sharded model compare checksums, and each of them has to call this.
-
-    Args:
-        model: A module, or several that belong together.
-        optimizers: Have to hold the model's parameters, and no stale ones.
-        holders: Anything else that holds parameters: EMA lists, dicts, functions with
-            closures.
-        verify: `"fast"` looks at objects, and at the padding rows of embeddings;
-            `"full"` also reads all values, and waits for the device.
-
-    Returns:
-        A report whose `findings` are empty if all is well; never raises for them.
-
-    Raises:
-        TypeError: `model` or `optimizers` are of the wrong kind.
-        ValueError: Another `verify`.
-        PlanError: The installed release of a package that the model uses lacks
-            something that is needed to look at it.
-
-    Example:
-        >>> import torch, deferred_init as di
-        >>> di.audit(torch.nn.Linear(4, 2)).ok
-        True
-    """
-    check_verify(verify)
-    models, opts = as_models(model), as_optimizers(optimizers)
-    load_handlers()
-    started = time.perf_counter()
-    findings = run_audit(models, optimizers=opts, holders=tuple(holders), verify=verify)
-    seconds = {"audit": time.perf_counter() - started}
-    return Report(findings=tuple(findings), seconds=seconds)

@@ -203,9 +203,7 @@ def _is_own_method(module_type: type, name: str) -> bool:
     if _is_in(function, _FOREIGN):
         return False
     try:
-        inspect.signature(function).bind(
-            None
-        )  # `self`, which a decorator may call args
+        inspect.signature(function).bind("self")  # a decorator may call it `*args`
     except TypeError:
         return False
     return True

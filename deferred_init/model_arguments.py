@@ -9,12 +9,14 @@ from torch import nn
 
 from deferred_init.object_contents import reader_of
 
-__all__ = ["as_models"]
+__all__ = ["Models", "as_models"]
+
+Models = nn.Module | Sequence[nn.Module]
 
 _MAX_NAMES = 10
 
 
-def as_models(model: nn.Module | Sequence[nn.Module]) -> tuple[nn.Module, ...]:
+def as_models(model: Models) -> tuple[nn.Module, ...]:
     """Return the models as a tuple.
 
     Raises:

@@ -13,9 +13,8 @@ from deferred_init.handlers.protocol import Request, Step
 from deferred_init.hardware import Hardware
 from deferred_init.plan_text import plan_text
 from deferred_init.slots import Inventory
-from deferred_init.target_dtype import final_dtype
 
-__all__ = ["Plan", "final_dtype"]
+__all__ = ["Plan"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -16,7 +16,6 @@ from deferred_init.handlers.protocol import Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.hot_loans import HotLoans
 from deferred_init.loans import Loans
-from deferred_init.plan import final_dtype
 from deferred_init.poison import fill_poison
 from deferred_init.rebind import exchange
 from deferred_init.record.paused import no_function_modes, without_own_mode
@@ -24,6 +23,7 @@ from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot
 from deferred_init.staged_loan import Fill, Loan
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
+from deferred_init.target_dtype import final_dtype
 from deferred_init.undo import ModuleSnapshot, UndoLog
 
 __all__ = ["ExecutionWorkspace"]

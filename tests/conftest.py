@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -82,3 +83,12 @@ def interruptible() -> Iterator[None]:
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture
+def no_collector() -> Iterator[None]:
+    """Switch the collector of garbage off, as long jobs do."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from deferred_init.aliases import is_deferred
+from deferred_init.aliases import has_own_dispatch, is_deferred
 from deferred_init.audit.graph import Place
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.report import Finding
@@ -61,7 +61,7 @@ def _finding(place: Place) -> Finding:
 def _inner(place: Place) -> Iterator[Finding]:
     """Look at what a tensor subclass keeps its data in."""
     tensor = place.tensor
-    if type(tensor).__torch_dispatch__ is Tensor.__torch_dispatch__:
+    if not has_own_dispatch(type(tensor)):
         return
     for name in _inner_names(tensor):
         inner = getattr(tensor, name, None)

@@ -29,7 +29,7 @@ from deferred_init.audit.kinds import (
 
 __all__ = ["ModulePlace", "ObjectGraph", "Place", "look"]
 
-_MODULE_INTERNALS = frozenset(vars(nn.Module())) - {"training"} | {*MODULE_HOOKS}
+_MODULE_INTERNALS = (frozenset(vars(nn.Module())) - {"training"}) | {*MODULE_HOOKS}
 _HOOKS_IN_ORDER = sorted(MODULE_HOOKS, key=[*vars(nn.Module())].index)
 _WRAPPER_STATE = "__composable_api_state_key"  # FSDP2's, of which it takes care
 _MAX_DEPTH = 32

@@ -7,7 +7,12 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from deferred_init.aliases import byte_span, is_deferred, storage_key
+from deferred_init.aliases import (
+    byte_span,
+    has_own_dispatch,
+    is_deferred,
+    storage_key,
+)
 from deferred_init.audit.graph import Place
 from deferred_init.audit.scene import Scene, register_detector
 from deferred_init.audit.snapshot import Share
@@ -66,7 +71,7 @@ def duplicate_storage(scene: Scene) -> Iterator[Finding]:
     by_storage: dict[int, dict[int, Place]] = {}
     for place in scene.graph.in_scope("model"):
         tensor = place.tensor
-        if place.kind != "parameter" or type(tensor).__torch_dispatch__ is not _PLAIN:
+        if place.kind != "parameter" or has_own_dispatch(type(tensor)):
             continue
         if is_deferred(tensor) or tensor.numel() == 0:
             continue
@@ -115,9 +120,6 @@ def touched_real_tensors(scene: Scene) -> Iterator[Finding]:
                 f"found {'new memory behind it' if moved else 'that it was written'}; "
                 "load its values again",
             )
-
-
-_PLAIN = Tensor.__torch_dispatch__
 
 
 def _share_now(scene: Scene, share: Share) -> Place | None:

@@ -39,7 +39,10 @@ def changed_modules(scene: Scene) -> Iterator[Finding]:
 
 
 def _is_as_before(before: ModuleBefore) -> bool:
-    """Whether a module without hooks differs in nothing, which is the rule."""
+    """Whether a module without hooks differs in nothing, which is the rule.
+
+    Compares what `_differences` and `_lost_contents` look at: keep them together.
+    """
     module = before.module
     return (
         type(module) is before.module_class

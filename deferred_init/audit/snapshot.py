@@ -40,7 +40,6 @@ class TensorBefore(NamedTuple):
     place: Place
     tensor: Tensor
     deferred: bool
-    is_parameter: bool
     size: torch.Size
     stride: tuple[int, ...] | None
     dtype: torch.dtype
@@ -169,7 +168,6 @@ def _tensor_before(place: Place) -> TensorBefore:
         place=place,
         tensor=tensor,
         deferred=deferred,
-        is_parameter=isinstance(tensor, nn.Parameter),
         size=size,
         stride=stride,
         dtype=tensor.dtype,

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace) -> tuple[bool, Any, str]:
     Raises:
         TargetError: The target cannot be used.
     """
-    from deferred_init.api import audit
+    from deferred_init.audit_verb import audit
     from deferred_init.target import built, load_target
 
     models, optimizers = built(load_target(arguments.target)())

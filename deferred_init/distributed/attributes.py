@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from deferred_init.aliases import has_own_dispatch
+
 __all__ = ["attributes_kept"]
 
 _OF_WRAPPERS = ("_fsdp", "_is_param")
@@ -57,7 +59,7 @@ def _carried(tensor: Tensor) -> dict[str, Any]:
     """Return what a user put on a tensor, without what its class keeps there."""
     own = getattr(type(tensor), "__carried_attributes__", None)
     attributes = dict(tensor.__dict__ if own is None else own(tensor))
-    if own is None and type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__:
+    if own is None and has_own_dispatch(type(tensor)):
         # A class that keeps its data there does so under names of its own.
         attributes = {k: v for k, v in attributes.items() if not k.startswith("_")}
     return {

@@ -17,8 +17,9 @@ from torch import Tensor
 from deferred_init.distributed.members import meeting_for
 from deferred_init.errors import MaterializeError, PlanError, listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
-from deferred_init.plan import Plan, final_dtype
+from deferred_init.plan import Plan
 from deferred_init.slots import Inventory, ModuleSite, Slot
+from deferred_init.target_dtype import final_dtype
 
 __all__ = ["hand_over", "receiving_plan"]
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import has_own_dispatch
+
 __all__ = ["Checksum", "checksum", "dense_part"]
 
 _CHUNK = 2**20
@@ -36,13 +38,12 @@ def dense_part(tensor: Tensor) -> Tensor | None:
     A quantized tensor keeps them as bytes under one of its attributes; the first dense
     one with as many elements is taken. None if there is no such attribute.
     """
-    plain = Tensor.__torch_dispatch__
-    if type(tensor).__torch_dispatch__ is plain:
+    if not has_own_dispatch(type(tensor)):
         return tensor
     for value in vars(tensor).values():
         if (
             isinstance(value, Tensor)
-            and type(value).__torch_dispatch__ is plain
+            and not has_own_dispatch(type(value))
             and value.numel() == tensor.numel()
         ):
             return value

@@ -26,12 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from deferred_init.distributed.fsdp2 import fsdp_params
 
-__all__ = ["cut", "has_own_representation", "unfit_shards"]
-
-
-def has_own_representation(tensor: Tensor) -> bool:
-    """Whether a tensor is more than memory and strides: a class that dispatches."""
-    return type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
+__all__ = ["cut", "unfit_shards"]
 
 
 def cut(tensor: DTensor, full: Tensor) -> Tensor:

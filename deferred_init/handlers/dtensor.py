@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
+from deferred_init.aliases import has_own_dispatch
 from deferred_init.distributed.fsdp2 import fsdp_params
-from deferred_init.distributed.quantized_shards import cut, has_own_representation
+from deferred_init.distributed.quantized_shards import cut
 from deferred_init.distributed.slicing import (
     Axis,
     Region,
@@ -59,7 +60,7 @@ class DTensorAllocator:
                 "sums: a part of a sum has no value of its own to initialize"
             )
         local = tensor._local_tensor
-        if not local.is_meta and has_own_representation(local):
+        if not local.is_meta and has_own_dispatch(type(local)):
             return (
                 f"is a DTensor over `{type(local).__name__}`, expected plain local "
                 "tensors: materialize the model first, then shard it"
@@ -106,7 +107,7 @@ class DTensorAllocator:
         region = region_on_this_rank(tensor)
         if region is None:
             return None
-        if has_own_representation(full):
+        if has_own_dispatch(type(full)):
             return _wrap(tensor, cut(tensor, full), tensor._spec)
         if (
             region.cut is None

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import plain_models
@@ -14,21 +13,14 @@ from torch import nn
 
 import deferred_init as di
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device"
-)
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("no_collector"),
+]
 KINDS: dict[str, Callable[[str], nn.Module]] = {
     "modules": lambda device: module_model("TransformerLayer", device),
     "ops": lambda device: ops_model("nested", device),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 def _left_by(make: Callable[[], nn.Module]) -> int:

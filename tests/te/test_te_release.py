@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,21 +11,13 @@ from torch import nn
 
 import deferred_init as di
 
-pytestmark = pytest.mark.te
+pytestmark = [pytest.mark.te, pytest.mark.usefixtures("no_collector")]
 KINDS: dict[str, Callable[[Any], nn.Module]] = {
     "modules": lambda te: te.TransformerLayer(16, 32, 2, device="meta"),
     "ops": lambda te: te.ops.Sequential(
         te.ops.RMSNorm(8, device="meta"), te.ops.Linear(8, 8, device="meta")
     ),
 }
-
-
-@pytest.fixture(autouse=True)
-def no_collector() -> Iterator[None]:
-    gc.collect()
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.parametrize("kind", KINDS)
