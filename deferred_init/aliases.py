@@ -1,4 +1,4 @@
-"""Which tensors have no memory, and which share one storage."""
+"""Questions to tensors: who has no memory, who is a part, who shares one storage."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ __all__ = [
     "has_deferred",
     "has_own_dispatch",
     "is_deferred",
+    "is_sharded",
     "same_elements",
     "storage_key",
 ]
@@ -51,6 +52,11 @@ def has_own_dispatch(tensor_type: type[Tensor]) -> bool:
     `__torch_dispatch__`, and have no storage that says all of them.
     """
     return tensor_type.__torch_dispatch__ is not Tensor.__torch_dispatch__
+
+
+def is_sharded(tensor: object) -> bool:
+    """Tell whether a tensor is a DTensor, which need not be imported for that."""
+    return hasattr(tensor, "device_mesh")
 
 
 def storage_key(tensor: Tensor) -> int | None:

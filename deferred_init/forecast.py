@@ -242,7 +242,7 @@ def _planned(
     num_bytes = _new_bytes(slot, step.claim, inventory, request, counted)
     rank_bytes = num_bytes
     shared = inventory.groups[id(tensor)].shared
-    if world_size > 1 and num_bytes and _is_sharded(slot) and not shared:
+    if world_size > 1 and num_bytes and _would_be_sharded(slot) and not shared:
         rows = -(-tensor.shape[0] // world_size)
         part = (rows, *tensor.shape[1:])
         rank_bytes = _bytes(slot, stored, part, request)
@@ -282,6 +282,6 @@ def _dense_bytes(slot: Slot, request: Request) -> int:
     return allocator.num_bytes(slot.tensor, final_dtype(slot, request))
 
 
-def _is_sharded(slot: Slot) -> bool:
+def _would_be_sharded(slot: Slot) -> bool:
     """Whether FSDP2 would shard it; scalars are refused before."""
     return slot.kind is SlotKind.PARAMETER and slot.tensor.ndim > 0

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deferred_init.aliases import is_sharded
+
 __all__ = ["hollow"]
 
 
@@ -27,7 +29,7 @@ def hollow(tensor: Tensor) -> Tensor:
             tensor.size(),
             tensor.stride(),
         )
-    elif tensor.is_meta and not hasattr(tensor, "device_mesh"):
+    elif tensor.is_meta and not is_sharded(tensor):
         data = tensor.data  # which counts its writes apart from those of the tensor
     else:
         data = torch.empty_strided(

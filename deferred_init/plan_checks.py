@@ -8,7 +8,7 @@ import torch
 from torch.nn.modules.lazy import LazyModuleMixin
 from torch.nn.parameter import is_lazy
 
-from deferred_init.aliases import byte_span, same_elements
+from deferred_init.aliases import byte_span, is_sharded, same_elements
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
@@ -111,10 +111,7 @@ def unallocatable(deferred: Sequence[Slot], request: Request) -> list[str]:
 def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
     """Name weights that cannot be stored quantized in the shards that they have."""
     stored = [
-        slot
-        for claim in claims
-        for slot, _ in claim.stored
-        if hasattr(slot.tensor, "device_mesh")
+        slot for claim in claims for slot, _ in claim.stored if is_sharded(slot.tensor)
     ]
     if not stored:
         return []

@@ -114,6 +114,15 @@ class ModuleSite:
     slots: tuple[Slot, ...]
     children: tuple[ModuleSite, ...]
 
+    @property
+    def title(self) -> str:
+        """Its qualified name; of a root, which has none, its class."""
+        return self.fqn or type(self.module).__name__
+
+    def describe(self) -> str:
+        """Name and class: `blocks.0.norm` (LayerNorm)."""
+        return f"`{self.title}` ({type(self.module).__name__})"
+
     def post_order(self) -> Iterator[ModuleSite]:
         """Yield the sites below, children first, then this one.
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from deferred_init.aliases import is_sharded
 from deferred_init.distributed.members import meeting_for
 from deferred_init.errors import MaterializeError, PlanError, listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
@@ -62,7 +63,7 @@ def receiving_plan(
     source = request.broadcast_from
     if source is None:
         return make()
-    sharded = [s.fqn for s in inventory.slots if hasattr(s.tensor, "device_mesh")]
+    sharded = [s.fqn for s in inventory.slots if is_sharded(s.tensor)]
     if sharded:
         raise PlanError(
             f"{len(sharded)} tensors are sharded already: {listing(sharded)}. A rank "

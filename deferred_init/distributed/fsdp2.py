@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deferred_init.aliases import is_sharded
+
 __all__ = ["fsdp_groups", "fsdp_params", "name_of", "offload_devices", "split_ties"]
 __all__ += ["unsharded_class", "unsharded_type"]
 
@@ -102,6 +104,6 @@ def unsharded_type(module: nn.Module) -> type[nn.Module]:
 
 def unsharded_class(tensor: Tensor) -> type[Tensor]:
     """Return the class that a tensor has on one device."""
-    if not hasattr(tensor, "device_mesh"):
+    if not is_sharded(tensor):
         return type(tensor)
     return nn.Parameter if isinstance(tensor, nn.Parameter) else Tensor

@@ -58,7 +58,7 @@ class AveragedModelInit:
             source=f"copy of {sources[0].fqn or type(sources[0].module).__name__}",
             assumptions=(
                 f"`{site.fqn or 'AveragedModel'}` was copied from "
-                f"`{sources[0].fqn or type(sources[0].module).__name__}` and not "
+                f"`{sources[0].title}` and not "
                 "updated since",
             ),
             order=LAST,

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
+from deferred_init.aliases import is_sharded
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import (
     Claim,
@@ -162,7 +163,7 @@ def _problems_with_shards(
     targets = [
         load.target for load in loads if id(load.target.slot.tensor) in quantized
     ]
-    names = [each.name for each in targets if hasattr(each.slot.tensor, "device_mesh")]
+    names = [each.name for each in targets if is_sharded(each.slot.tensor)]
     if not names:
         return ()
     # Their scale is that of the whole, which a rank that loads its part does not see.

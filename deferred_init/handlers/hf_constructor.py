@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deferred_init.aliases import storage_key
+from deferred_init.aliases import is_sharded, storage_key
 from deferred_init.distributed.fsdp2 import unsharded_class
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
@@ -144,7 +144,7 @@ def _one_by_one(made: Sequence[Slot], slots: Sequence[Slot], request: Request) -
     """
     if request.rng != "eager":
         return True
-    if any(hasattr(slot.tensor, "device_mesh") for slot in made):
+    if any(is_sharded(slot.tensor) for slot in made):
         return True
     casts = request.dtype is not None or request.recipe is not None
     if casts and any(final_dtype(slot, request) != slot.tensor.dtype for slot in made):

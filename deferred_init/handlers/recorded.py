@@ -99,7 +99,7 @@ def _seed_problems(
     if not misled:
         return ()
     return (
-        f"`{site.fqn or type(site.module).__name__}` was recorded by a constructor "
+        f"`{site.title}` was recorded by a constructor "
         "that looked at random values (`.item()`, `if`) or at the seed, which another "
         "seed would have made different: call "
         f"torch.manual_seed({request.seed}) before "

@@ -199,7 +199,7 @@ def _only_hints(module: nn.Module) -> Claim | None:
 
 def _unknown(site: ModuleSite, source: str, error: ProbeError) -> str:
     return (
-        f"`{source}` of `{site.fqn or type(site.module).__name__}` cannot be tried "
+        f"`{source}` of `{site.title}` cannot be tried "
         f"without memory to see what it fills ({error}): build the model inside "
         "`deferred_init(...)`, or register an initializer for "
         f"`{type(site.module).__name__}`"

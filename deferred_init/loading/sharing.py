@@ -30,6 +30,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from deferred_init.aliases import is_sharded
 from deferred_init.distributed.members import sharing_ranks
 from deferred_init.distributed.rendezvous import Meeting, RanksFailed, RanksMissing
 from deferred_init.distributed.slicing import Region, copy_region
@@ -256,7 +257,7 @@ def _common_rows(inventory: Inventory, ranks: Sequence[int], load: Load) -> Rows
     ):
         return None
     kept: list[Segments | None] = [((0, shape[0]),) for _ in ranks]
-    if hasattr(tensor, "device_mesh"):
+    if is_sharded(tensor):
         kept = [rows_of_rank(tensor, rank) for rank in ranks]  # type: ignore[arg-type]
     if any(segments is None for segments in kept):  # a rank is not in its mesh
         return None

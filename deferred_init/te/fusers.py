@@ -25,6 +25,7 @@ from transformer_engine.pytorch.ops import Sequential as TESequential
 from transformer_engine.pytorch.ops.fuser import OperationFuser
 from transformer_engine.pytorch.ops.op import BasicOperation
 
+from deferred_init.aliases import is_sharded
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.object_contents import leave_out
 from deferred_init.slots import Inventory, ModuleSite
@@ -210,7 +211,7 @@ def _restore(fuser: Any, saved: dict[str, Any]) -> None:
 def _has_shards(fuser: Any) -> bool:
     """Whether a fuser's ops hold shards, of which nothing that it caches is one."""
     parameters = (param for params in parameters_by_op(fuser) for param in params)
-    return any(hasattr(param, "device_mesh") for param in parameters)
+    return any(is_sharded(param) for param in parameters)
 
 
 leave_out(OperationFuser, ("_basic_op_params", "_flat_basic_op_params"), _has_shards)
