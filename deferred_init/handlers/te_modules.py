@@ -23,14 +23,14 @@ from transformer_engine.pytorch.attention.dot_product_attention import (
 )
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
+from deferred_init.aliases import is_sharded
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, has_user_rule
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.te.claims import claim_of_method
 from deferred_init.te.grouped import (
     adopt_or_merge,
     is_grouped,
-    joined_problems,
-    joined_slots,
     lend_scratch,
     split_early_bias,
 )
@@ -46,22 +46,18 @@ from deferred_init.te.init_records import (
     is_of_te,
     record_of,
 )
-from deferred_init.te.quantization import (
-    Choice,
-    choose,
-    is_elsewhere,
-    is_quantized,
-    is_sharded,
+from deferred_init.te.probe import is_quantized
+from deferred_init.te.quantization import Choice, choose, whole_bytes
+from deferred_init.te.recipe_state import (
+    is_recipe_state,
+    is_stale,
     own_recipe_of_module,
-    problems_with,
     set_up_module,
-    stored_as,
-    whole_bytes,
 )
-from deferred_init.te.rng_trackers import parts_drawn_alike, tracker_restorer
+from deferred_init.te.rng_trackers import restore_on_undo
 from deferred_init.te.sharded import MODEL_PARALLEL_ATTRIBUTES, adopt_part
 
-__all__ = ["TEModuleInit", "adopt_made"]
+__all__ = ["TEModuleInit"]
 
 
 class TEModuleInit:
@@ -86,21 +82,15 @@ class TEModuleInit:
             return None
         choice = _choice(site, request)
         late = [s for s in made if _is_weight(s)] if choice.quantized else []
-        weights = [slot.tensor for slot in late]
-        label = f"`{site.fqn or type(module).__name__}` ({type(module).__name__})"
-        assumed = parts_drawn_alike(module, label, request.rng) if made else ()
-        return Claim(
-            slots=made,
-            assumptions=assumed,
-            source=f"{type(module).__name__}.reset_parameters",
-            problems=(
-                *problems_with(choice, label, request, weights),
-                *_split_problem(module, choice, label),
-                *joined_problems(site, made, label),
-            ),
+        return claim_of_method(
+            site,
+            made,
+            choice,
+            request,
+            method="reset_parameters",
+            quantized=late,
             scratch_bytes=_scratch_bytes(choice, late) if late else 0,
-            stored=stored_as(choice, late),
-            joined=joined_slots(module, made),
+            problems=_split_problem(site, choice),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:
@@ -108,13 +98,9 @@ class TEModuleInit:
         module: Any = step.site.module
         choice = _choice(step.site, workspace.request)
         claim = step.claim
-        restore = tracker_restorer(module)
-        if restore is not None:
-            workspace.on_undo(restore)
+        restore_on_undo(module, workspace)
         state = vars(module)["fp8_meta"]
-        stale = any(_is_state(slot) for slot in claim.slots) or is_elsewhere(
-            state, workspace.request.device
-        )
+        stale = is_stale(state, claim.slots, workspace.request.device)
         set_up_module(module, choice, stale=stale)
         if is_grouped(module):
             with choice.grad_mode():
@@ -138,7 +124,7 @@ def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
     module: Any = step.site.module
     claim = step.claim
     late = [s for s in claim.slots if choice.quantized and _is_weight(s)]
-    early = [s for s in claim.slots if s not in late and not _is_state(s)]
+    early = [s for s in claim.slots if s not in late and not is_recipe_state(s)]
     loaded = [
         slot
         for slot in step.site.slots
@@ -165,10 +151,10 @@ def _run_quantized(step: Step, workspace: Workspace, choice: Choice) -> None:
         module.reset_parameters()
         _prefer_all_carried(early)
         for slot in late:
-            adopt_made(slot, workspace, buffer)
+            _adopt_made(slot, workspace, buffer)
 
 
-def adopt_made(slot: Slot, workspace: Workspace, buffer: Tensor | None = None) -> None:
+def _adopt_made(slot: Slot, workspace: Workspace, buffer: Tensor | None = None) -> None:
     """Adopt what TE put into a slot; methods bound to it move along.
 
     Args:
@@ -238,16 +224,12 @@ def _is_mine(slot: Slot) -> bool:
             return is_of_te(slot.owner, slot.name)
         return has_record(slot.owner, slot.name)
     return slot.kind is SlotKind.ATTRIBUTE and (
-        slot.tensor.numel() == 0 or _is_state(slot)
+        slot.tensor.numel() == 0 or is_recipe_state(slot)
     )
 
 
 def _holds_quantized(slot: Slot) -> bool:
     return is_quantized(getattr(slot.tensor, "_local_tensor", slot.tensor))
-
-
-def _is_state(slot: Slot) -> bool:
-    return slot.kind is SlotKind.ATTRIBUTE and slot.name.startswith("fp8_meta[")
 
 
 def _is_weight(slot: Slot) -> bool:
@@ -263,16 +245,17 @@ def _is_weight(slot: Slot) -> bool:
 
 def _is_dense(step: Step) -> bool:
     """Whether a step makes ordinary parameters, of a module with no others."""
-    return not any(map(_is_state, step.claim.slots)) and not any(
+    return not any(map(is_recipe_state, step.claim.slots)) and not any(
         is_quantized(slot.tensor) for slot in step.site.slots
     )
 
 
-def _split_problem(module: Any, choice: Choice, label: str) -> tuple[str, ...]:
-    if not choice.quantized or len(getattr(module, "weight_names", ())) < 2:
+def _split_problem(site: ModuleSite, choice: Choice) -> tuple[str, ...]:
+    num_parts = len(getattr(site.module, "weight_names", ()))
+    if not choice.quantized or num_parts < 2:
         return ()
     return (
-        f"{label} splits its weight into {len(module.weight_names)} parameters, which "
+        f"{site.describe()} splits its weight into {num_parts} parameters, which "
         "Transformer Engine cannot store quantized: build it with fused parameters "
         "(`fuse_qkv_params=True`), or name it in `high_precision_modules`",
     )

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.ops.op import BasicOperation
 
+from deferred_init.aliases import is_sharded
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import (
     add_initializer,
@@ -22,26 +23,17 @@ from deferred_init.handlers.registry import (
 )
 from deferred_init.record.paused import without_default_device
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.te.claims import claim_of_method
 from deferred_init.te.fusers import FuserRefresher
-from deferred_init.te.grouped import (
-    adopt_or_merge,
-    is_grouped,
-    joined_problems,
-    joined_slots,
-    lend_scratch,
-)
-from deferred_init.te.quantization import (
-    Choice,
-    choose,
-    is_elsewhere,
-    is_sharded,
+from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
+from deferred_init.te.quantization import Choice, choose, whole_bytes
+from deferred_init.te.recipe_state import (
+    is_recipe_state,
+    is_stale,
     own_recipe_of_op,
-    problems_with,
     set_up_op,
-    stored_as,
-    whole_bytes,
 )
-from deferred_init.te.rng_trackers import parts_drawn_alike, tracker_restorer
+from deferred_init.te.rng_trackers import restore_on_undo
 from deferred_init.te.sharded import adopt_part, memory_for, stand_in
 
 __all__ = ["BasicOpInit"]
@@ -84,22 +76,19 @@ class BasicOpInit:
         weights = [slot.tensor for slot in late]
         sizes = [weight.numel() * weight.element_size() for weight in weights]
         sharded = [weight for weight in weights if is_sharded(weight)]
-        label = f"`{site.fqn or type(op).__name__}` ({type(op).__name__})"
-        assumed = parts_drawn_alike(op, label, request.rng) if made else ()
-        return Claim(
-            slots=made,
-            assumptions=assumed,
-            source=f"{type(op).__name__}.{method}",
-            problems=(
-                *problems_with(choice, label, request, weights),
-                *_recipe_state_problem(op, choice, label),
-                *_delayed_problem(op, choice, label),
-                *joined_problems(site, made, label),
-            ),
+        return claim_of_method(
+            site,
+            made,
+            choice,
+            request,
+            method=method,
+            quantized=late,
             # A grouped op makes all experts in one block.
             scratch_bytes=sum(sizes) + whole_bytes(choice, sharded),
-            stored=stored_as(choice, late),
-            joined=joined_slots(op, made),
+            problems=(
+                *_recipe_state_problem(site, choice),
+                *_delayed_problem(site, choice),
+            ),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:
@@ -107,13 +96,8 @@ class BasicOpInit:
         op: Any = step.site.module
         device = workspace.request.device
         choice = _choice(step.site, workspace.request)
-        restore = tracker_restorer(op)
-        if restore is not None:
-            workspace.on_undo(restore)
-        state = vars(op).get("_fp8_metas")
-        stale = any(_is_state(slot) for slot in step.claim.slots) or is_elsewhere(
-            state, device
-        )
+        restore_on_undo(op, workspace)
+        stale = is_stale(vars(op).get("_fp8_metas"), step.claim.slots, device)
         set_up_op(op, choice, stale=stale)
         if isinstance(vars(op).get("device"), torch.device):
             # Bias remembers the current device of the time of its construction.
@@ -252,26 +236,26 @@ def _choice(site: ModuleSite, request: Request) -> Choice:
     return choose(site.fqn, request, built=bool(flag), own_recipe=own)
 
 
-def _recipe_state_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...]:
-    if not choice.quantized or hasattr(op, "reset_recipe_state"):
+def _recipe_state_problem(site: ModuleSite, choice: Choice) -> tuple[str, ...]:
+    if not choice.quantized or hasattr(site.module, "reset_recipe_state"):
         return ()
     return (
-        f"{label} stores its weights quantized, but the ops of this Transformer Engine "
-        "release have no `reset_recipe_state`: use a recipe that keeps weights in high "
-        "precision, or name it in `high_precision_modules`",
+        f"{site.describe()} stores its weights quantized, but the ops of this "
+        "Transformer Engine release have no `reset_recipe_state`: use a recipe that "
+        "keeps weights in high precision, or name it in `high_precision_modules`",
     )
 
 
-def _delayed_problem(op: Any, choice: Choice, label: str) -> tuple[str, ...]:
+def _delayed_problem(site: ModuleSite, choice: Choice) -> tuple[str, ...]:
     if not choice.quantized or choice.te_recipe is None:
         return ()
-    joins = getattr(op, "single_grouped_weight", False)
+    joins = getattr(site.module, "single_grouped_weight", False)
     if not (joins and choice.te_recipe.delayed()):
         return ()
     return (
-        f"{label} joins its weights into one, which Transformer Engine does not do "
-        "with delayed scaling: build it with `single_grouped_weight=False`, take "
-        "another recipe, or name it in `high_precision_modules`",
+        f"{site.describe()} joins its weights into one, which Transformer Engine does "
+        "not do with delayed scaling: build it with `single_grouped_weight=False`, "
+        "take another recipe, or name it in `high_precision_modules`",
     )
 
 
@@ -281,11 +265,7 @@ def _parameters(step: Step) -> list[Slot]:
 
 
 def _is_mine(slot: Slot) -> bool:
-    return slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER) or _is_state(slot)
-
-
-def _is_state(slot: Slot) -> bool:
-    return slot.kind is SlotKind.ATTRIBUTE and slot.name.startswith("_fp8_metas[")
+    return slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER) or is_recipe_state(slot)
 
 
 def _is_weight(slot: Slot) -> bool:

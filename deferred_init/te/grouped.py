@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from deferred_init.aliases import is_sharded
 from deferred_init.handlers.protocol import Workspace
 from deferred_init.slots import ModuleSite, Slot, SlotKind
-from deferred_init.te.quantization import is_sharded
 
 __all__ = ["adopt_or_merge", "is_grouped", "joined_problems", "joined_slots"]
 __all__ += ["lend_scratch", "split_early_bias"]

@@ -8,26 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from deferred_init.aliases import is_sharded
 from deferred_init.handlers.protocol import Request
 from deferred_init.representation import Representation
 from deferred_init.slots import Slot
-from deferred_init.te.constructed import mark_rowwise_only
-from deferred_init.te.probe import is_quantized, quantized_init
 from deferred_init.te_recipe import TERecipeSpec, is_te_recipe
 
-__all__ = ["Choice", "choose", "is_quantized", "problems_with", "set_up_module"]
-__all__ += [
-    "is_elsewhere",
-    "is_sharded",
-    "num_gemms",
-    "own_recipe_of_module",
-    "own_recipe_of_op",
-    "set_up_op",
-    "stored_as",
-    "whole_bytes",
-]
+__all__ = ["Choice", "choose", "problems_with", "stored_as", "whole_bytes"]
 
 _KINDS_OF_SHARDS = ("delayed", "current", "block")
 
@@ -200,99 +189,3 @@ def _gpu_name(request: Request) -> str:
     if request.compute_capability is not None:
         return "the GPU that was planned for"
     return f"{request.device} ({torch.cuda.get_device_name(request.device)})"
-
-
-def is_sharded(tensor: object) -> bool:
-    """Whether a tensor is a DTensor."""
-    return hasattr(tensor, "device_mesh")
-
-
-def own_recipe_of_module(module: nn.Module) -> Any:
-    """Return the TE recipe that a TE module was built with, or None."""
-    return vars(module).get("fp8_meta", {}).get("recipe")
-
-
-def own_recipe_of_op(op: nn.Module) -> Any:
-    """Return the TE recipe that a basic op was built with, or None."""
-    metas = vars(op).get("_fp8_metas") or {}
-    for meta in metas.values():
-        if meta is not None and meta.get("recipe") is not None:
-            return meta["recipe"]
-    return None
-
-
-def is_elsewhere(state: Any, device: torch.device) -> bool:
-    """Whether recipe state has memory on another device than the one asked for.
-
-    TE allocates the scales of delayed scaling on the device that is current when a
-    module is constructed, also for a module on meta.
-
-    Args:
-        state: A module's `fp8_meta`, or an op's `_fp8_metas`.
-        device: The device asked for, with its index.
-    """
-    for meta in (state, *(state or {}).values()):
-        for each in meta.values() if isinstance(meta, dict) else ():
-            scale = getattr(each, "scale", None)
-            if not isinstance(scale, Tensor) or scale.is_meta:
-                continue
-            if scale.device != device:
-                return True
-    return False
-
-
-def num_gemms(module: Any) -> int:
-    """Count the matrix products of a TE module, from its weights' places.
-
-    Each has three forward quantizers: input, weight, output.
-    """
-    places = (meta.fp8_meta_index for meta in module.param_init_meta.values())
-    return max((int(p) for p in places if p is not None), default=1) // 3 + 1
-
-
-def set_up_module(module: Any, choice: Choice, *, stale: bool) -> None:
-    """Give a TE module the recipe state that a constructor would have made.
-
-    Args:
-        module: The module.
-        choice: What was decided.
-        stale: Whether its present state has no memory and has to be made again.
-    """
-    if choice.quantized and choice.inference:
-        mark_rowwise_only(module)
-    if choice.quantized == choice.built_quantized and choice.own and not stale:
-        return
-    if not (choice.quantized or choice.built_quantized):
-        return
-    attributes = vars(module)
-    # New dicts, so that putting the old attributes back undoes this.
-    group = attributes["fp8_meta"].get("fp8_group")
-    attributes["fp8_meta"] = {"fp8_checkpoint": False, "fp8_group": group}
-    attributes["quantizers"] = {"scaling_fwd": [], "scaling_bwd": []}
-    attributes["fp8_initialized"] = False
-    attributes["fp8_meta_tensors_initialized"] = False
-    attributes["primary_weights_in_fp8"] = choice.quantized
-    if not choice.quantized:
-        attributes["fp8_parameters"] = False
-        return
-    attributes["preserve_high_precision_init_val"] = choice.keep_high_precision
-    with quantized_init(
-        choice.te_recipe, keep_high_precision=choice.keep_high_precision
-    ):
-        module.init_fp8_metadata(num_gemms=num_gemms(module))
-
-
-def set_up_op(op: Any, choice: Choice, *, stale: bool) -> None:
-    """Give a basic op the recipe state that its constructor would have made."""
-    if choice.quantized and choice.inference:
-        mark_rowwise_only(op)
-    if not (choice.quantized or choice.built_quantized):
-        return
-    vars(op)["_with_quantized_weight"] = choice.quantized
-    if not choice.quantized:
-        op.reset_recipe_state(recipe=None)
-        return
-    if not choice.own or stale:
-        op.reset_recipe_state(recipe=None)
-    with quantized_init(choice.te_recipe):
-        op.reset_recipe_state(recipe=choice.te_recipe)

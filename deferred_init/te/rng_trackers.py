@@ -8,30 +8,30 @@ stopped; if the materialization fails, it goes back to where it was.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from deferred_init.handlers.protocol import Workspace
 from deferred_init.rng import BY_NAME
 
-__all__ = ["parts_drawn_alike", "tracker_digest", "tracker_restorer"]
+__all__ = ["parts_drawn_alike", "restore_on_undo", "tracker_digest"]
 
 _PLACES = ("get_rng_state_tracker", "_rng_state_tracker_function")
 
 
-def tracker_restorer(module: nn.Module) -> Callable[[], None] | None:
-    """Return what puts a module's tracker back to where it is now; None without.
+def restore_on_undo(module: nn.Module, workspace: Workspace) -> None:
+    """Have a module's tracker, if it has one, put back to where it is now by an undo.
 
     The tracker is one of Transformer Engine's or Megatron's, with `get_states` and
     `set_states`.
     """
     tracker = _tracker(module)
-    if tracker is None:
-        return None
-    saved = {name: _copy(state) for name, state in tracker.get_states().items()}
-    return lambda: _restore(tracker, saved)
+    if tracker is not None:
+        saved = {name: _copy(state) for name, state in tracker.get_states().items()}
+        workspace.on_undo(lambda: _restore(tracker, saved))
 
 
 def tracker_digest(modules: Iterable[nn.Module]) -> str | None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from deferred_init.te.quantization import is_quantized
+from deferred_init.te.probe import is_quantized
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
 te_recipes = pytest.importorskip("transformer_engine.common.recipe")

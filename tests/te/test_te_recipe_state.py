@@ -20,7 +20,8 @@ def test_recipe_state_of_the_same_class_with_other_settings_is_built_anew(
     """TE itself keeps the old quantizers unless the class of the recipe changes."""
     from transformer_engine.common.recipe import Float8CurrentScaling, Format
 
-    from deferred_init.te.quantization import Choice, set_up_module, set_up_op
+    from deferred_init.te.quantization import Choice
+    from deferred_init.te.recipe_state import set_up_module, set_up_op
 
     first = Float8CurrentScaling(fp8_format=Format.HYBRID)
     second = Float8CurrentScaling(fp8_format=Format.E4M3)
@@ -61,16 +62,16 @@ def test_scales_on_another_device_than_the_one_asked_for_are_noticed(te: Any) ->
     from transformer_engine.common.recipe import DelayedScaling
     from transformer_engine.pytorch.quantization import DelayedScalingRecipeState
 
-    from deferred_init.te.quantization import is_elsewhere
+    from deferred_init.te.recipe_state import is_stale
 
     state = DelayedScalingRecipeState(
         DelayedScaling(), mode="forward", num_quantizers=2, device=torch.device("cpu")
     )
     here, there = torch.device("cpu"), torch.device("cuda", 1)
     for metas in ({"scaling_fwd": state}, {"forward": {"scaling_fwd": state}}):
-        assert not is_elsewhere(metas, here)
-        assert is_elsewhere(metas, there)
-    assert not is_elsewhere(None, there)
+        assert not is_stale(metas, (), here)
+        assert is_stale(metas, (), there)
+    assert not is_stale(None, (), there)
 
 
 def test_a_model_of_a_custom_recipe_is_planned_with_its_own_quantizers(te: Any) -> None:
