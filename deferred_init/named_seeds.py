@@ -1,4 +1,4 @@
-"""Names for the random operations of a recording, by the tensors that they are for."""
+"""How the random operations of a recording are run, by the names of its tensors."""
 
 from __future__ import annotations
 
@@ -9,29 +9,55 @@ from deferred_init import record
 from deferred_init.fast.fill import fillable, writer
 from deferred_init.fast.philox import stream_key
 from deferred_init.fast.policy import distribution_of
-from deferred_init.rng import seed_for_name
+from deferred_init.handlers.claims import Request
+from deferred_init.rng import BY_NAME, seed_for_name
+from deferred_init.slots import Slot
+from deferred_init.tensor_names import names_for
 
-__all__ = ["draws_by_name"]
+__all__ = ["draws_for"]
 
 Name = Callable[[record.Node], tuple[str, int]]
 
 
-def draws_by_name(
+def draws_for(
+    recording: record.Recording,
+    wanted: Mapping[record.Value, Slot],
+    request: Request,
+) -> record.BeforeRandom | None:
+    """Return what a replay asks before every random node.
+
+    Args:
+        recording: The recording.
+        wanted: The wanted values, each with a slot that it is for.
+        request: What the caller asked for.
+
+    Returns:
+        A function of the node; None where a running generator draws all of them.
+    """
+    if request.rng in BY_NAME:
+        known = names_for(request)
+        names = {value: known.of(slot) for value, slot in wanted.items()}
+        return _draws_by_name(recording, names, request.seed, request.rng)
+    return None if request.draws_unneeded else _no_seed
+
+
+def _no_seed(node: record.Node) -> None:
+    """Seed nothing; that a replay asks at all lets it leave out what nobody needs."""
+
+
+def _draws_by_name(
     recording: record.Recording,
     names: Mapping[record.Value, str],
     seed: int | None,
     policy: str,
-) -> Callable[[record.Node], int | Callable[..., Any]]:
-    """Return a function that says how each random node is to be run.
+) -> record.BeforeRandom:
+    """Return what gives each random node a seed, or what fills its tensor.
 
     Args:
         recording: The recording.
         names: Canonical names of the wanted values.
         seed: The job's seed; see `rng.seed_for_name`.
         policy: `"by_name"` or `"fast"`.
-
-    Returns:
-        A `record.BeforeRandom`: it returns a seed, or what fills the node's tensor.
     """
     assert seed is not None, "checked by the verb"
     name_of = _names_of(recording, names)

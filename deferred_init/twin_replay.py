@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from deferred_init import record
 from deferred_init.handlers.protocol import Workspace
-from deferred_init.named_seeds import draws_by_name
-from deferred_init.rng import BY_NAME
+from deferred_init.named_seeds import draws_for
 from deferred_init.slots import Slot
-from deferred_init.tensor_names import names_for
 
 __all__ = ["replay_twin"]
 
@@ -50,17 +48,11 @@ def replay_twin(
         else:
             give(slot, tensor.detach().to(request.device))
     for recording, values in _by_recording(slots).items():
-        seeds: record.BeforeRandom | None = None
-        if request.rng in BY_NAME:
-            known = names_for(request)
-            names = {value: known.of(slots[value][0]) for value in values}
-            seeds = draws_by_name(recording, names, request.seed, request.rng)
-        elif not request.draws_unneeded:
-            seeds = _no_seed
-        if seeds is None:
+        draws = draws_for(recording, {v: slots[v][0] for v in values}, request)
+        if draws is None:
             workspace.on_undo(recording.start_from_here(request.device))
         replay = record.Replay(
-            recording, request.device, wanted=values, before_random=seeds
+            recording, request.device, wanted=values, before_random=draws
         )
 
         def take(value: record.Value, tensor: Tensor) -> None:
@@ -68,12 +60,8 @@ def replay_twin(
                 give(slot, tensor.detach())
 
         replay.run(on_ready=take)
-        replay.finish(keep_generators=True if seeds is None else None)
+        replay.finish(keep_generators=True if draws is None else None)
     return twin
-
-
-def _no_seed(node: record.Node) -> None:
-    """Leave the generators as they are, and draw nothing that is not wanted."""
 
 
 def _by_recording(

@@ -9,11 +9,9 @@ import torch
 from torch import Tensor
 
 from deferred_init.handlers.protocol import Order, Step, Workspace
-from deferred_init.named_seeds import draws_by_name
+from deferred_init.named_seeds import draws_for
 from deferred_init.record import (
-    BeforeRandom,
     DeferredTensor,
-    Node,
     Recording,
     Replay,
     Value,
@@ -24,9 +22,7 @@ from deferred_init.record import (
     recompute,
     value_in_place,
 )
-from deferred_init.rng import BY_NAME
 from deferred_init.slots import Slot
-from deferred_init.tensor_names import names_for
 
 __all__ = ["Replays", "known_value", "recorded_value"]
 
@@ -99,16 +95,10 @@ class Replays:
         slots = [slot for slot in members if recorded_value(slot) is not None]
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
-        before_random: BeforeRandom | None = None
-        if self._request.rng in BY_NAME:
-            known = names_for(self._request)
-            names = {known_value(slot): known.of(slot) for slot in slots}
-            before_random = draws_by_name(
-                recording, names, self._request.seed, self._request.rng
-            )
-        elif not self._request.draws_unneeded:
-            before_random = _no_seed
         wanted = [known_value(slot) for slot in slots]
+        draws = draws_for(
+            recording, dict(zip(wanted, slots, strict=True)), self._request
+        )
         for value in wanted:
             # An earlier call made something that lies in the same memory.
             if (real := handed_out(value, self._request.device)) is not None:
@@ -117,9 +107,7 @@ class Replays:
         inside = {value for named in places for value in named.values()}
         if len(inside) > len(set(wanted)):
             self._parts.add(recording)
-        return Replay(
-            recording, self._device, wanted=wanted, before_random=before_random
-        )
+        return Replay(recording, self._device, wanted=wanted, before_random=draws)
 
     def _finish(self) -> None:
         """Run what is left, then make tensors that were computed from leaves."""
@@ -194,10 +182,6 @@ class Replays:
         return moved.set_(
             known[1], tensor.storage_offset(), tensor.size(), tensor.stride()
         )
-
-
-def _no_seed(node: Node) -> None:
-    """Seed nothing: only what is needed is drawn."""
 
 
 def recorded_value(slot: Slot) -> Value | None:
