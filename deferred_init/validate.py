@@ -21,7 +21,7 @@ from deferred_init.sources.layout import LayoutRule, check_rule
 from deferred_init.sources.opening import open_source
 
 __all__ = ["as_optimizers", "check_verify", "make_request", "make_weights"]
-__all__ += ["resolve_device", "wrapper_problems"]
+__all__ += ["device_or_default", "resolve_device", "wrapper_problems"]
 
 _VERIFY = ("fast", "full")
 _MISSING = ("init", "error", "any")
@@ -229,6 +229,15 @@ def wrapper_problems(inventory: Inventory) -> list[str]:
             "`fully_shard([first, second])`"
         )
     return problems
+
+
+def device_or_default(device: torch.device | str | int | None) -> torch.device:
+    """Return the device asked for; for None the current CUDA device, or the CPU."""
+    if device is not None:
+        return torch.device(device)
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
 
 
 def resolve_device(device: torch.device | str | int, must_exist: bool) -> torch.device:

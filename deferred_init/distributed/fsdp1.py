@@ -17,6 +17,7 @@ from torch import nn
 
 from deferred_init.api import materialize
 from deferred_init.record import is_deferred, materialize_module
+from deferred_init.validate import device_or_default
 
 __all__ = ["param_init_fn"]
 
@@ -45,7 +46,7 @@ def param_init_fn(
     """
 
     def fill(module: nn.Module) -> nn.Module:
-        target = _default_device() if device is None else torch.device(device)
+        target = device_or_default(device)
         if recipe is None and is_deferred(module):
             materialize_module(module, device=target)
         else:
@@ -53,9 +54,3 @@ def param_init_fn(
         return module
 
     return fill
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")

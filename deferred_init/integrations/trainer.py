@@ -17,6 +17,7 @@ from deferred_init.api import materialize
 from deferred_init.integrations.conversion_report import Conversion
 from deferred_init.integrations.te_conversion import convert_to_te
 from deferred_init.record import deferred_init
+from deferred_init.validate import device_or_default
 
 __all__ = ["model_init"]
 
@@ -59,15 +60,9 @@ def model_init(
         model: nn.Module = deferred_init(build, *args, **kwargs)
         if convert is not None:
             convert_to_te(model, convert)
-        target = _default_device() if device is None else torch.device(device)
+        target = device_or_default(device)
         report = materialize(model, target, recipe, **(options or {}))
         vars(make)["report"] = report
         return model
 
     return make
-
-
-def _default_device() -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
