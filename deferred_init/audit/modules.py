@@ -34,23 +34,8 @@ def changed_modules(scene: Scene) -> Iterator[Finding]:
                 "the same module object, found "
                 f"another one, a `{type(module).__name__}`; put it back",
             )
-        elif not _is_as_before(before):
+        else:
             yield from _differences(before, scene)
-
-
-def _is_as_before(before: ModuleBefore) -> bool:
-    """Whether a module without hooks differs in nothing, which is the rule.
-
-    Compares what `_differences` and `_lost_contents` look at: keep them together.
-    """
-    module = before.module
-    return (
-        type(module) is before.module_class
-        and module.training == before.training
-        and module._non_persistent_buffers_set == before.transient
-        and not before.hooks
-        and tuple(vars(module)) == before.attributes
-    )
 
 
 def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
@@ -69,14 +54,18 @@ def _differences(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"training={before.training} as before, found {module.training}; call "
             f"`train({before.training})`",
         )
-    yield from _lost_contents(before, scene)
+    if module._non_persistent_buffers_set != before.transient:
+        yield from _changed_persistence(before)
+    if tuple(vars(module)) != before.attributes:
+        yield from _lost_attributes(before, scene)
+    if before.hooks:
+        yield from _lost_hooks(before)
 
 
-def _lost_contents(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
-    """Find what a module does not save, hold or call any more as before."""
+def _changed_persistence(before: ModuleBefore) -> Iterator[Finding]:
     module = before.module
     changed = before.transient ^ module._non_persistent_buffers_set
-    for name in sorted(changed & module._buffers.keys()) if changed else ():
+    for name in sorted(changed & module._buffers.keys()):
         was = "not " if name in before.transient else ""
         yield _finding(
             before,
@@ -85,10 +74,11 @@ def _lost_contents(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             f"{'' if was else 'not'}; register it again with the same `persistent=`",
             name,
         )
+
+
+def _lost_attributes(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
     prefix = f"{before.fqn}." if before.fqn else ""
-    now = vars(module)
-    same = before.attributes == tuple(now)
-    missing = () if same else sorted(n for n in before.attributes if n not in now)
+    missing = sorted(set(before.attributes) - set(vars(before.module)))
     lost = [name for name in missing if not scene.is_rebound(prefix + name)]
     if lost:
         yield _finding(
@@ -96,8 +86,11 @@ def _lost_contents(before: ModuleBefore, scene: Scene) -> Iterator[Finding]:
             "lost-module-attribute",
             f"the attributes {listing(lost)} as before, found none; set them again",
         )
+
+
+def _lost_hooks(before: ModuleBefore) -> Iterator[Finding]:
     for table, hooks in before.hooks.items():
-        present = now.get(table, {}).values()
+        present = vars(before.module).get(table, {}).values()
         if len(present) == len(hooks) and all(map(is_, present, hooks)):
             continue
         kept = {id(hook) for hook in present}
