@@ -4,21 +4,13 @@ These are models changed after construction (adapters, resized embeddings), part
 loaded ones, and all models under `rng="by_name"`. The module tree is followed
 instead: each module's own initializer, in construction order, then at the end of each
 `PreTrainedModel`'s constructor its `initialize_weights`, which overwrites what it
-knows. See `hf_constructor.py` for what this cannot know, and for the better way.
-
-[Note: Flags of transformers]
-`initialize_weights` skips modules flagged `_is_hf_initialized`, and its init functions
-skip tensors flagged so. Models built under `torch.device("meta")` are not flagged,
-those of `init_empty_weights` or `.to("meta")` are, all modules True. So flags say
-nothing about what is deferred. They are set here as eager construction has them at that
-moment: modules of an inner `PreTrainedModel`, which ran its own `initialize_weights`
-before, and modules that are completely real are flagged; others are not; real tensors
-are flagged meanwhile. All modules are flagged at the end.
+knows. See `hf_constructor.py` for what this cannot know, and for the better way, and
+[Note: Flags of transformers] in `hf_flags.py` for what is flagged when.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -32,13 +24,13 @@ from deferred_init.aliases import is_deferred, storage_key
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.hf_flags import flagged_meanwhile, set_flag
 from deferred_init.slots import ModuleSite, Slot, SlotKind, set_aside
 from deferred_init.twin import tie_again
 from deferred_init.write_probe import ProbeError, probe_writes
 
 __all__ = ["HFInitWeights"]
 
-_INITIALIZED = "_is_hf_initialized"
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 
 
@@ -112,16 +104,19 @@ class HFInitWeights:
             apart = [one for one, other in _ties(site) if one.read() is other.read()]
             settled = step.claim.leaves([*intent.filled, *intent.touched])
             aside = set_aside([*intent.endangered, *apart, *settled])
-            with aside, _guarded(slot.tensor for slot in (*intent.real, *settled)):
+            with (
+                aside,
+                flagged_meanwhile(slot.tensor for slot in (*intent.real, *settled)),
+            ):
                 for one in site.post_order():
-                    setattr(one.module, _INITIALIZED, id(one.module) in intent.done)
+                    set_flag(one.module, id(one.module) in intent.done)
                 _initialize(site.module)
             for slot, tensor in given:
                 if (found := slot.read()) is not tensor:
                     workspace.adopt(slot, found)
                     slot.write(tensor)
         for one in site.post_order():
-            setattr(one.module, _INITIALIZED, True)
+            set_flag(one.module, True)
         _tie_again(site, {id(slot.tensor) for slot in intent.real}, workspace)
 
 
@@ -132,10 +127,10 @@ def _dry_run(site: ModuleSite) -> _Intent:
 
     def initialize(twin: nn.Module) -> None:
         for ours, its in zip(site.module.modules(), twin.modules(), strict=True):
-            setattr(its, _INITIALIZED, id(ours) in done)
+            set_flag(its, id(ours) in done)
             for name, tensor in (*ours._parameters.items(), *ours._buffers.items()):
                 if tensor is not None and not is_deferred(tensor):
-                    setattr(getattr(its, name), _INITIALIZED, True)
+                    set_flag(getattr(its, name), True)
         with _visible_inits():
             _initialize(twin)
 
@@ -167,19 +162,6 @@ def _done(site: ModuleSite, inner: bool) -> bool:
     """Whether eager construction would find the module initialized already."""
     owned = [slot for slot in site.slots if slot.kind in _REGISTERED]
     return inner or (bool(owned) and not any(slot.deferred for slot in owned))
-
-
-@contextmanager
-def _guarded(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """Flag tensors so that the init functions of transformers leave them alone."""
-    flagged = [tensor for tensor in tensors if not hasattr(tensor, _INITIALIZED)]
-    for tensor in flagged:
-        setattr(tensor, _INITIALIZED, True)
-    try:
-        yield
-    finally:
-        for tensor in flagged:
-            vars(tensor).pop(_INITIALIZED, None)
 
 
 @contextmanager

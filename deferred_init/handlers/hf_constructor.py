@@ -38,6 +38,7 @@ from deferred_init.distributed.fsdp2 import unsharded_class
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer
+from deferred_init.hf_flags import copy_flag
 from deferred_init.inventory import site_of
 from deferred_init.reconstruction import Construction, find_construction
 from deferred_init.record.paused import no_function_modes
@@ -49,7 +50,6 @@ from deferred_init.twin_replay import replay_twin
 __all__ = ["HFConstructor"]
 
 _SMALL_BYTES = 64 * 2**20
-_INITIALIZED = "_is_hf_initialized"
 
 
 class HFConstructor:
@@ -128,8 +128,7 @@ class HFConstructor:
                 give(slot, tensor)
             _follow(pairs, claimed, workspace)
             for ours, its in matching_modules(site, twin):
-                if _INITIALIZED in vars(its):
-                    setattr(ours, _INITIALIZED, getattr(its, _INITIALIZED))
+                copy_flag(its, ours)
 
 
 def _slots(site: ModuleSite) -> list[Slot]:
