@@ -46,7 +46,7 @@ from deferred_init.slots import Inventory, Slot
 from deferred_init.staged_loan import Fill, Loan, lenders
 from deferred_init.staging_modes import PROMISED, Contents, Uses
 
-__all__ = ["Loan", "Staging", "keeps_nothing", "largest_staged_bytes"]
+__all__ = ["Staging", "keeps_nothing", "largest_staged_bytes"]
 __all__ += ["staged_allocator"]
 
 

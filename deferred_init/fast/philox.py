@@ -10,7 +10,7 @@ import hashlib
 
 from torch import Tensor
 
-__all__ = ["ROUNDS", "Key", "philox", "stream_key"]
+__all__ = ["KEY_STEPS", "MULTIPLIERS", "ROUNDS", "Key", "philox", "stream_key"]
 
 ROUNDS = 7
 """Rounds of a fill; the paper recommends 10, and finds that 7 pass BigCrush."""

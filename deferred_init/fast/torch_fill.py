@@ -24,7 +24,7 @@ from deferred_init.fast.distributions import (
 from deferred_init.fast.philox import ROUNDS, Key, philox
 from deferred_init.fast.window import Window
 
-__all__ = ["fill_with_torch"]
+__all__ = ["QUANTILE_BOTTOM", "QUANTILE_TOP", "fill_with_torch"]
 
 _BLOCK = 1 << 15  # counters; what is at hand meanwhile stays in the cache
 

@@ -9,9 +9,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter
 from deferred_init.handlers.protocol import Request
 from deferred_init.handlers.registry import add_allocator
 
-__all__ = ["PlainAllocator"]
-
-_NEEDS_CUDA_89 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+__all__ = ["PlainAllocator", "dress"]
 
 
 class PlainAllocator:

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from deferred_init.handlers.protocol import Request, StagedAllocator
 from deferred_init.hot_loans import HotLoans
 from deferred_init.inventory import take_inventory
-from deferred_init.staging import Loan, Staging
+from deferred_init.staged_loan import Loan
+from deferred_init.staging import Staging
 
 
 class FirstRow:
