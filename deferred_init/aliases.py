@@ -13,6 +13,7 @@ __all__ = [
     "BARE_TYPES",
     "StorageGroup",
     "byte_span",
+    "dense_bytes",
     "group_by_storage",
     "has_deferred",
     "has_own_dispatch",
@@ -59,6 +60,11 @@ def is_sharded(tensor: object) -> bool:
     return hasattr(tensor, "device_mesh")
 
 
+def dense_bytes(tensor: Tensor) -> int:
+    """Return the bytes of a tensor's elements, also for a sparse one."""
+    return tensor.numel() * tensor.element_size()
+
+
 def storage_key(tensor: Tensor) -> int | None:
     """Return a key that is equal for two tensors exactly if they share storage.
 
@@ -95,7 +101,7 @@ class StorageGroup:
         """Bytes of the one storage behind the members."""
         first = self.members[0]
         if not self.shared:
-            return first.numel() * first.element_size()
+            return dense_bytes(first)
         return int(first.untyped_storage().nbytes())
 
 
@@ -151,7 +157,6 @@ def _covers_storage(tensor: Tensor) -> bool:
         return True
     try:
         storage_bytes = tensor.untyped_storage().nbytes()
-        num_bytes = tensor.numel() * tensor.element_size()
-        return tensor.storage_offset() == 0 and storage_bytes == num_bytes
+        return tensor.storage_offset() == 0 and storage_bytes == dense_bytes(tensor)
     except (NotImplementedError, RuntimeError, ValueError):  # sparse, lazy, opaque
         return True

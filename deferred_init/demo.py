@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.api import materialize
 from deferred_init.comparison import Comparison, compare, named_tensors
 from deferred_init.errors import PlanError, listing
@@ -176,7 +177,7 @@ def _size_text(model: nn.Module) -> str:
     parameters = list(model.parameters())
     count = sum(p.numel() for p in parameters)
     real = [t for _, t in named_tensors(model) if t.device.type != "meta"]
-    held = sum(t.numel() * t.element_size() for t in real)
+    held = sum(dense_bytes(t) for t in real)
     return f"{count / 1e6:.1f} M parameters in {len(parameters)} tensors, {held} bytes"
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.aliases import byte_span, storage_key
+from deferred_init.aliases import byte_span, dense_bytes, storage_key
 from deferred_init.dispatch import DispatchMode
 from deferred_init.operators import LEAVES_RAW, OVERWRITES, is_silent_write
 
@@ -107,7 +107,7 @@ def _does_nothing(
 def _runs(tensor: Tensor) -> list[tuple[int, int]]:
     """Bytes covered without gaps, in pieces; nothing for what is too scattered."""
     start, stop = byte_span(tensor)
-    if stop - start == tensor.numel() * tensor.element_size():
+    if stop - start == dense_bytes(tensor):
         return [(start, stop)]
     pieces = int(tensor.size(0)) if tensor.dim() > 1 else 0
     if pieces > 1024:

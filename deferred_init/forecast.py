@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from types import MappingProxyType
 from typing import Any
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.handlers.protocol import Claim, Request, Step, is_staged
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.hardware import Hardware
@@ -179,7 +180,7 @@ def _scratch_of(step: Step, request: Request) -> tuple[int, str]:
     if request.dtype is None and request.recipe is None:  # then nothing is cast
         return step.claim.scratch_bytes, whole
     cast = [
-        (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
+        (dense_bytes(slot.tensor), slot.fqn)
         for slot in step.claim.slots
         if final_dtype(slot, request) != slot.tensor.dtype
         and not is_staged(allocator_for(slot.tensor))
@@ -219,7 +220,7 @@ def peak_of(
 def _in_parts(steps: Sequence[Step], stays: int) -> tuple[int, str]:
     """The peak of one rank: its parts, and the largest tensor in full."""
     full = (
-        (slot.tensor.numel() * slot.tensor.element_size(), slot.fqn)
+        (dense_bytes(slot.tensor), slot.fqn)
         for step in steps
         for slot in step.claim.slots
         if slot.kind is SlotKind.PARAMETER

@@ -1,4 +1,4 @@
-"""The dtype that a tensor ends with."""
+"""The dtype that a tensor ends with, and the bytes in it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from deferred_init.handlers.protocol import Request
 from deferred_init.slots import Slot, SlotKind
 
-__all__ = ["final_dtype"]
+__all__ = ["final_bytes", "final_dtype"]
 
 
 def final_dtype(slot: Slot, request: Request) -> torch.dtype:
@@ -30,3 +30,8 @@ def final_dtype(slot: Slot, request: Request) -> torch.dtype:
     )
     assert isinstance(target, torch.dtype)
     return target
+
+
+def final_bytes(slot: Slot, request: Request) -> int:
+    """Bytes of the elements of a slot's tensor in the dtype that it ends with."""
+    return slot.tensor.numel() * final_dtype(slot, request).itemsize

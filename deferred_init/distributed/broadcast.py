@@ -20,7 +20,7 @@ from deferred_init.errors import MaterializeError, PlanError, listing
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.plan import Plan
 from deferred_init.slots import Inventory, ModuleSite, Slot
-from deferred_init.target_dtype import final_dtype
+from deferred_init.target_dtype import final_bytes, final_dtype
 
 __all__ = ["hand_over", "receiving_plan"]
 
@@ -81,9 +81,7 @@ def receiving_plan(
             continue
         seen.update(id(slot.tensor) for slot in slots)
         claim = Claim(slots=tuple(slots), source=receiver.name)
-        num_bytes = sum(
-            slot.tensor.numel() * final_dtype(slot, request).itemsize for slot in slots
-        )
+        num_bytes = sum(final_bytes(slot, request) for slot in slots)
         steps.append(
             Step(
                 index=len(steps),
@@ -136,7 +134,7 @@ def hand_over(plan: Plan, current: Callable[[Tensor], Tensor]) -> None:
     made = [slot.fqn for step in plan.steps for slot in step.claim.slots]
     mine = dist.get_rank() == request.broadcast_from
     needed = [] if mine else made
-    sizes = {name: _num_bytes(slot, request) for name, slot in slots.items()}
+    sizes = {name: final_bytes(slot, request) for name, slot in slots.items()}
     names, problems = meeting.decide((sizes, needed), _needed)
     if problems:
         raise MaterializeError("; ".join(problems))
@@ -152,10 +150,6 @@ def hand_over(plan: Plan, current: Callable[[Tensor], Tensor]) -> None:
         with torch.no_grad():
             for name in wanted.intersection(parcel):
                 values[name].detach().copy_(parts[name])
-
-
-def _num_bytes(slot: Slot, request: Request) -> int:
-    return slot.tensor.numel() * final_dtype(slot, request).itemsize
 
 
 def _needed(answers: Mapping[int, Any]) -> tuple[list[str], list[str]]:
@@ -203,12 +197,12 @@ def _pack(
     end = 0
     for name in parcel:
         begins[name] = end
-        end += -(-_num_bytes(slots[name], request) // _ALIGNED_BYTES) * _ALIGNED_BYTES
+        end += -(-final_bytes(slots[name], request) // _ALIGNED_BYTES) * _ALIGNED_BYTES
     buffer = torch.empty(end, dtype=torch.uint8, device=request.device)
     parts = {}
     for name, begin in begins.items():
         slot = slots[name]
-        num_bytes = _num_bytes(slot, request)
+        num_bytes = final_bytes(slot, request)
         flat = buffer[begin : begin + num_bytes].view(final_dtype(slot, request))
         parts[name] = flat.view(slot.tensor.size())
     return buffer, parts

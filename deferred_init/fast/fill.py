@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.fast.distributions import (
     Distribution,
     Normal,
@@ -49,7 +50,7 @@ def fillable(tensor: Tensor, distribution: Distribution) -> bool:
         tensor.dtype in _DTYPES
         and tensor.numel() > 0
         and tensor.is_contiguous()
-        and tensor.untyped_storage().nbytes() == tensor.numel() * tensor.element_size()
+        and tensor.untyped_storage().nbytes() == dense_bytes(tensor)
         and _supported(distribution, tensor.dtype)
     )
 

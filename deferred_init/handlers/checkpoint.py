@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence, Set
 
-from deferred_init.aliases import is_sharded
+from deferred_init.aliases import dense_bytes, is_sharded
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import (
     Claim,
@@ -177,7 +177,7 @@ def _problems_with_shards(
 
 def _scratch_bytes(loads: Sequence[Load], quantized: Set[int]) -> int:
     tensors = (load.target.slot.tensor for load in loads)
-    return sum(t.numel() * t.element_size() for t in tensors if id(t) in quantized)
+    return sum(dense_bytes(t) for t in tensors if id(t) in quantized)
 
 
 def _groups(

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial
 
-from deferred_init.aliases import has_own_dispatch
+from deferred_init.aliases import dense_bytes, has_own_dispatch
 from deferred_init.distributed.fsdp2 import fsdp_params
 from deferred_init.distributed.quantized_shards import cut
 from deferred_init.distributed.slicing import (
@@ -83,7 +83,7 @@ class DTensorAllocator:
 
     def full_bytes(self, tensor: Tensor) -> int:
         """Bytes of the whole tensor."""
-        return tensor.numel() * tensor.element_size()
+        return dense_bytes(tensor)
 
     def empty_like(self, tensor: Tensor, device: torch.device) -> Tensor:
         """Return a DTensor of the same sharding with uninitialized local memory."""

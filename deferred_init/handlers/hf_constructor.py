@@ -33,7 +33,7 @@ from weakref import WeakKeyDictionary
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from deferred_init.aliases import is_sharded, storage_key
+from deferred_init.aliases import dense_bytes, is_sharded, storage_key
 from deferred_init.distributed.fsdp2 import unsharded_class
 from deferred_init.fresh_memory import PoisonedMemory
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
@@ -235,17 +235,13 @@ def _bytes(slots: Iterable[Slot], but: Sequence[Slot]) -> int:
     if not rest:
         return 0
     left_out = {storage_key(slot.tensor) for slot in but}
-    sizes = {storage_key(tensor): _num_bytes(tensor) for tensor in rest}
+    sizes = {storage_key(tensor): dense_bytes(tensor) for tensor in rest}
     return sum(size for key, size in sizes.items() if key not in left_out)
 
 
 def _room(made: Iterable[Slot]) -> int:
     """Bytes that may be spent on tensors which nobody wants."""
-    return max([_SMALL_BYTES, *(_num_bytes(slot.tensor) for slot in made)])
-
-
-def _num_bytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
+    return max([_SMALL_BYTES, *(dense_bytes(slot.tensor) for slot in made)])
 
 
 add_initializer(HFConstructor(), first=True)

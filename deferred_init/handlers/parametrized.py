@@ -26,6 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.constructor_names import init_methods
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, construction_order
@@ -106,9 +107,7 @@ class Parametrized:
                 f"the parametrizations of {kind.__name__} modules were registered "
                 "right after their construction",
             ),
-            scratch_bytes=sum(
-                s.tensor.numel() * s.tensor.element_size() for s in slots
-            ),
+            scratch_bytes=sum(dense_bytes(s.tensor) for s in slots),
         )
 
     def run(self, step: Step, workspace: Workspace) -> None:

@@ -23,7 +23,7 @@ from transformer_engine.pytorch.attention.dot_product_attention import (
 )
 from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
 
-from deferred_init.aliases import is_sharded
+from deferred_init.aliases import dense_bytes, is_sharded
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import add_initializer, has_user_rule
 from deferred_init.slots import ModuleSite, Slot, SlotKind
@@ -214,7 +214,7 @@ def _scratch_bytes(choice: Choice, late: list[Slot]) -> int:
     """
     sharded = [slot for slot in late if is_sharded(slot.tensor)]
     others = [slot.tensor for slot in late if slot not in sharded]
-    high = max((each.numel() * each.element_size() for each in others), default=0)
+    high = max((dense_bytes(each) for each in others), default=0)
     return high + whole_bytes(choice, [slot.tensor for slot in sharded])
 
 

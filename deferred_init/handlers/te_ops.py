@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformer_engine.pytorch.ops.op import BasicOperation
 
-from deferred_init.aliases import is_sharded
+from deferred_init.aliases import dense_bytes, is_sharded
 from deferred_init.handlers.protocol import Claim, Request, Step, Workspace
 from deferred_init.handlers.registry import (
     add_initializer,
@@ -74,7 +74,7 @@ class BasicOpInit:
         choice = _choice(site, request)
         late = [s for s in made if choice.quantized and _is_weight(s)]
         weights = [slot.tensor for slot in late]
-        sizes = [weight.numel() * weight.element_size() for weight in weights]
+        sizes = [dense_bytes(weight) for weight in weights]
         sharded = [weight for weight in weights if is_sharded(weight)]
         return claim_of_method(
             site,

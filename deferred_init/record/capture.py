@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.record.append import append
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import External, Place, Value
@@ -19,7 +20,7 @@ _META = torch.device("meta")
 
 def capture(recording: Recording, tensor: Tensor) -> External:
     """Hold a real tensor that a node reads: a copy if small, else guarded."""
-    small = tensor.numel() * tensor.element_size() <= _SNAPSHOT_BYTES
+    small = dense_bytes(tensor) <= _SNAPSHOT_BYTES
     storage = tensor.untyped_storage()
     if small or storage._cdata in recording.borrowed:
         return External(tensor.detach().clone(), guarded=False)

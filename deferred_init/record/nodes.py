@@ -20,6 +20,8 @@ from torch import Tensor
 if TYPE_CHECKING:
     from deferred_init.record.graph import Recording
 
+from deferred_init.aliases import dense_bytes
+
 __all__ = [
     "External",
     "ForeignValue",
@@ -101,7 +103,7 @@ class Value:
         """Whether writing all of it leaves nothing of the storage as it was."""
         meta = self.meta
         have = meta.untyped_storage().nbytes()
-        return have == meta.numel() * meta.element_size() and (
+        return have == dense_bytes(meta) and (
             meta.is_contiguous() or meta.numel() == _span(meta)
         )
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 
+from deferred_init.aliases import dense_bytes
 from deferred_init.errors import PlanError
 
 __all__ = ["LocalFile", "RemoteFile", "TensorBytes", "memory_of", "open_bytes"]
@@ -172,7 +173,7 @@ class TensorBytes:
     def __init__(self, name: str, tensor: Tensor) -> None:
         self.name = name
         self._tensor = tensor.detach()
-        self.size = tensor.numel() * tensor.element_size()
+        self.size = dense_bytes(tensor)
 
     def read_into(self, offset: int, buffer: memoryview) -> None:
         """Copy into the buffer, without holding the interpreter's lock."""
@@ -224,7 +225,7 @@ def _sha256_of(file: LocalFile | RemoteFile) -> str:
 
 def memory_of(tensor: Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor; valid while the tensor lives."""
-    num_bytes = tensor.numel() * tensor.element_size()
+    num_bytes = dense_bytes(tensor)
     block = (ctypes.c_char * num_bytes).from_address(tensor.data_ptr())
     return memoryview(block).cast("B")
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.aliases import is_sharded
+from deferred_init.aliases import dense_bytes, is_sharded
 from deferred_init.handlers.protocol import Request
 from deferred_init.representation import Representation
 from deferred_init.slots import Slot
@@ -172,7 +172,7 @@ def whole_bytes(choice: Choice, weights: Iterable[Tensor]) -> int:
     total = 0
     for weight in weights:
         stored = how.num_bytes(tuple(weight.shape)) if how else None
-        total += weight.numel() * weight.element_size() if stored is None else stored
+        total += dense_bytes(weight) if stored is None else stored
     return total
 
 
