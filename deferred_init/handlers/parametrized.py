@@ -85,7 +85,7 @@ class Parametrized:
         if not targets or not all(_is_plain(slot.tensor) for slot, _ in targets):
             return None
         kind = original_type(module)
-        method = _method(module, kind)
+        method = _method(kind)
         slots = tuple(slot for slot, _ in targets)
         if any(not slot.deferred for slot in slots):
             left = [slot.fqn for slot in slots if slot.deferred]
@@ -148,7 +148,7 @@ def _dry_run(module: nn.Module, method: str) -> None:
     again(module, plain, check_only=True)
 
 
-def _method(module: nn.Module, kind: type[nn.Module]) -> str | None:
+def _method(kind: type[nn.Module]) -> str | None:
     """Return the init method of the class: torch's own or a user's."""
     names, _ = init_methods(kind)
     if names:

@@ -44,7 +44,7 @@ class RecordFactories(TorchFunctionMode):
         if func in _CONSTRUCTORS:
             return self.call(func, args, kwargs or {}, Place(None))
         if type(func) is _SETTER and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
-            return _set_data(self, func, args)
+            return _set_data(func, args)
         return func(*args, **(kwargs or {}))
 
     def place(self, device: Any) -> Place | None:
@@ -247,7 +247,7 @@ def _parse(_mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any])
     return func(*args, **kwargs)
 
 
-def _set_data(mode: RecordFactories, func: Any, args: Any) -> Any:
+def _set_data(func: Any, args: Any) -> Any:
     """Set `.data` of a real tensor to a deferred one: it becomes deferred."""
     target, source = args
     if isinstance(source, DeferredTensor) and not isinstance(target, DeferredTensor):

@@ -95,7 +95,7 @@ def record(
             inside = recording.active
             refuse_autocast(func, autocast, device, list(_tensors(call)), inside=inside)
         if info.reshapes:
-            return reshape(call, info, func, args, device)
+            return reshape(call, func, args, device)
         if info.fills and isinstance(args[0], DeferredTensor):
             out: Any = call.meta[0]
         else:

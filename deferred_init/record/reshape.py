@@ -9,15 +9,12 @@ from torch import Tensor
 
 from deferred_init.record.append import append
 from deferred_init.record.call import Call
-from deferred_init.record.schema import OpInfo
 from deferred_init.record.tensor import new_value, value_of, wrap
 
 __all__ = ["reshape"]
 
 
-def reshape(
-    call: Call, info: OpInfo, func: Any, args: Any, device: torch.device | None
-) -> Any:
+def reshape(call: Call, func: Any, args: Any, device: torch.device | None) -> Any:
     """Record an operation that changes the geometry of its first argument."""
     target = args[0]
     old = value_of(target)

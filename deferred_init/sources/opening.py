@@ -107,7 +107,7 @@ def _open_folder(path: Path, mmap: bool, sha256: Mapping[str, str]) -> TensorSou
     names = sorted(entry.name for entry in path.iterdir())
     indexes = [name for name in names if name.endswith(f".safetensors{_INDEX}")]
     whole = [name for name in names if name.endswith(".safetensors")]
-    chosen = _preferred(path, indexes, "model") or _preferred(path, whole, "model")
+    chosen = _preferred(indexes, "model") or _preferred(whole, "model")
     if chosen is None and len(whole) > 1:
         _check_complete(path, whole)
         places = [path / name for name in whole]
@@ -118,8 +118,8 @@ def _open_folder(path: Path, mmap: bool, sha256: Mapping[str, str]) -> TensorSou
         return DcpFolder(path)
     torch_files = [name for name in names if name.endswith(_TORCH_SUFFIXES)]
     torch_indexes = [name for name in names if name.endswith(f".bin{_INDEX}")]
-    chosen = _preferred(path, torch_indexes, "pytorch_model") or _preferred(
-        path, torch_files, "pytorch_model"
+    chosen = _preferred(torch_indexes, "pytorch_model") or _preferred(
+        torch_files, "pytorch_model"
     )
     if chosen is not None:
         return _open_path(path / chosen, mmap, sha256)
@@ -133,7 +133,7 @@ def _open_folder(path: Path, mmap: bool, sha256: Mapping[str, str]) -> TensorSou
     )
 
 
-def _preferred(path: Path, names: list[str], stem: str) -> str | None:
+def _preferred(names: list[str], stem: str) -> str | None:
     """Choose the only one, or the one with the usual name."""
     if len(names) == 1 and not _SHARD.fullmatch(names[0]):
         return names[0]
