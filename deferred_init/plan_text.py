@@ -70,15 +70,5 @@ def _formats(found: Forecast) -> Iterator[str]:
 
 
 def _rows(plan: Plan) -> list[str]:
-    steps = [
-        ReportStep(
-            fqn=step.site.fqn,
-            module_class=type(step.site.module).__name__,
-            initializer=step.initializer.name,
-            source=step.claim.source,
-            num_tensors=len(step.claim.slots),
-            num_bytes=step.num_bytes,
-        )
-        for step in plan.steps
-    ]
+    steps = [ReportStep.of(step) for step in plan.steps]
     return list(step_table(steps, timed=False))

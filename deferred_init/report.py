@@ -10,13 +10,16 @@ import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
 from deferred_init.report_html import report_html
 from deferred_init.report_plot import save_plot
 from deferred_init.report_text import report_text
+
+if TYPE_CHECKING:
+    from deferred_init.handlers.protocol import Step
 
 __all__ = ["Finding", "Report", "ReportStep", "usable_report_file"]
 
@@ -68,6 +71,26 @@ class ReportStep:
     num_bytes: int = 0
     seconds: float = 0.0
     bytes_by_format: Mapping[str, int] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        step: Step,
+        *,
+        seconds: float = 0.0,
+        bytes_by_format: Mapping[str, int] | None = None,
+    ) -> ReportStep:
+        """Return the row of a step of a plan."""
+        return cls(
+            fqn=step.site.fqn,
+            module_class=type(step.site.module).__name__,
+            initializer=step.initializer.name,
+            source=step.claim.source,
+            num_tensors=len(step.claim.slots),
+            num_bytes=step.num_bytes,
+            seconds=seconds,
+            bytes_by_format=bytes_by_format or {},
+        )
 
 
 def _versions() -> dict[str, str]:

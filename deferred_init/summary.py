@@ -60,13 +60,8 @@ def summarize(
         assumptions=the_plan.assumptions,
         rebound=rebound_names(the_plan, workspace),
         steps=tuple(
-            ReportStep(
-                fqn=step.site.fqn,
-                module_class=type(step.site.module).__name__,
-                initializer=step.initializer.name,
-                source=step.claim.source,
-                num_tensors=len(step.claim.slots),
-                num_bytes=step.num_bytes,
+            ReportStep.of(
+                step,
                 seconds=execution.seconds.get(step.index, 0.0),
                 bytes_by_format=_bytes_by_format(step, the_plan.request),
             )
