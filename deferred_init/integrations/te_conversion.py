@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from deferred_init.aliases import is_deferred
+from deferred_init.audit.kinds import MODULE_HOOKS
 from deferred_init.errors import PlanError
 from deferred_init.integrations.conversion_report import (
     Conversion,
@@ -35,18 +36,12 @@ __all__ = ["Conversion", "ConversionReport", "Converted", "convert_to_te"]
 _logger = logging.getLogger(__name__)
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_HOOKS = (
-    "_forward_hooks",
+_HOOK_TABLES = (
+    *MODULE_HOOKS,
+    # How some of them are called.
     "_forward_hooks_with_kwargs",
     "_forward_hooks_always_called",
-    "_forward_pre_hooks",
     "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_state_dict_pre_hooks",
-    "_load_state_dict_pre_hooks",
-    "_load_state_dict_post_hooks",
 )
 
 
@@ -234,7 +229,7 @@ def _carry_over(old: nn.Module, new: nn.Module) -> None:
     """Keep the mode, the hooks, and what a user put on the module."""
     new.train(old.training)
     held = vars(new)
-    for name in _HOOKS:
+    for name in _HOOK_TABLES:
         # The very table, which the handles that remove its hooks point to.
         table = vars(old)[name]
         table.update(held[name])
