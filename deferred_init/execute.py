@@ -98,7 +98,7 @@ def run_steps(
             except (RanksFailed, RanksMissing):  # which all ranks know already
                 raise
             except Exception as error:
-                name = step.site.fqn or type(step.site.module).__name__
+                name = step.site.title
                 raise MaterializeError(
                     f"step {step.index + 1} of {len(plan.steps)}, `{name}` "
                     f"({step.claim.source or step.initializer.name}), failed with "

@@ -176,7 +176,7 @@ def _scratch_of(step: Step, request: Request) -> tuple[int, str]:
     What is cast exists in its own dtype first: one tensor at a time in a replay, those
     of a module together elsewhere.
     """
-    whole = step.site.fqn or type(step.site.module).__name__
+    whole = step.site.title
     if request.dtype is None and request.recipe is None:  # then nothing is cast
         return step.claim.scratch_bytes, whole
     cast = [

@@ -55,7 +55,7 @@ class AveragedModelInit:
         self._sources[module] = dict(_pairs(inner, sources[0]))
         return Claim(
             slots=made,
-            source=f"copy of {sources[0].fqn or type(sources[0].module).__name__}",
+            source=f"copy of {sources[0].title}",
             assumptions=(
                 f"`{site.fqn or 'AveragedModel'}` was copied from "
                 f"`{sources[0].title}` and not "
