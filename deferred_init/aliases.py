@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+
+from deferred_init.small_values import small_value
 
 __all__ = [
     "BARE_TYPES",
@@ -82,7 +83,7 @@ def storage_key(tensor: Tensor) -> int | None:
         return None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@small_value
 class StorageGroup:
     """All distinct tensor objects of one inventory that share one storage.
 

@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from deferred_init.aliases import StorageGroup, is_deferred
+from deferred_init.small_values import small_value
 
 __all__ = ["Inventory", "ModuleSite", "Slot", "SlotKind", "set_aside"]
 
@@ -30,7 +31,7 @@ class SlotKind(enum.Enum):
     """A tensor that another tensor carries, such as `weight.main_grad`."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@small_value
 class Slot:
     """One place that holds a tensor.
 
@@ -96,7 +97,7 @@ class Slot:
         return f"`{self.fqn}` ({self.kind.value} of `{type(self.owner).__name__}`)"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@small_value
 class ModuleSite:
     """One module of the tree, once, with the slots that it owns itself.
 

@@ -13,7 +13,6 @@ import functools
 import types
 import warnings
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +25,7 @@ from deferred_init.hollow import hollow
 from deferred_init.operators import is_silent_write
 from deferred_init.rng import GeneratorSnapshot
 from deferred_init.slots import ModuleSite, Slot, SlotKind
+from deferred_init.small_values import small_value
 
 __all__ = ["Names", "ProbeError", "Writes", "count_of", "likeness", "probe_writes"]
 __all__ += ["stand_in"]
@@ -41,7 +41,7 @@ class ProbeError(Exception):
     """The method cannot be run without memory; says why, in short."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@small_value
 class Writes:
     """What a method would write.
 

@@ -10,6 +10,7 @@ import torch
 
 from deferred_init.representation import Representation
 from deferred_init.slots import ModuleSite, Slot
+from deferred_init.small_values import small_value
 
 if TYPE_CHECKING:
     from deferred_init.handlers.protocol import Initializer
@@ -70,7 +71,7 @@ class Request:
         return found
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@small_value
 class Claim:
     """What an initializer takes upon itself for one module.
 
@@ -115,7 +116,7 @@ class Claim:
         return [slot for slot in slots if id(slot.tensor) not in claimed]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@small_value
 class Step:
     """One claim with its place in the plan.
 
