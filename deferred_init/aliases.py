@@ -32,6 +32,8 @@ def is_deferred(tensor: Tensor) -> bool:
     """Tell whether a tensor has no memory: meta, recorded, fake, or still lazy."""
     if type(tensor) in BARE_TYPES:  # the rule; neither lazy nor fake
         return tensor.is_meta
+    if hasattr(type(tensor), "__records_operations__"):
+        return bool(tensor.lacks_memory)  # type: ignore[attr-defined]
     if tensor.is_meta or is_lazy(tensor):
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
@@ -111,11 +113,12 @@ def group_by_storage(tensors: Iterable[Tensor]) -> dict[int, StorageGroup]:
     by_key: dict[int, list[Tensor]] = {}
     seen: set[int] = set()
     for tensor in tensors:
-        if id(tensor) in seen:
+        tensor_id = id(tensor)
+        if tensor_id in seen:
             continue
-        seen.add(id(tensor))
+        seen.add(tensor_id)
         key = storage_key(tensor)
-        by_key.setdefault(-id(tensor) if key is None else key, []).append(tensor)
+        by_key.setdefault(-tensor_id if key is None else key, []).append(tensor)
     groups: dict[int, StorageGroup] = {}
     for key, members in by_key.items():
         shared = len(members) > 1 or not _covers_storage(members[0])

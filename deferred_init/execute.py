@@ -87,7 +87,7 @@ def run_steps(
             start = time.perf_counter()
             try:
                 final = last_writers.get(step.index, ())
-                workspace.final_now = {id(slot.tensor) for slot in final}
+                workspace.final_now = {slot.tensor_id for slot in final}
                 sessions.advance_before(step)
                 if policy.name in BY_NAME and keeps_nothing(step):
                     workspace.allocate(step.claim.slots)
@@ -137,7 +137,7 @@ class _Sessions:
 
     def run(self, step: Step) -> None:
         """Run a step by its session, or by its initializer alone."""
-        session = self._open.get(id(step.initializer))
+        session = self._open.get(id(step.initializer)) if self._open else None
         if session is None:
             step.initializer.run(step, self._workspace)
         else:
@@ -149,15 +149,15 @@ def _last_writers(plan: Plan) -> dict[int, list[Slot]]:
     last: dict[int, tuple[int, Slot]] = {}
     for step in plan.steps:
         for slot in (*step.claim.slots, *step.claim.rewrites):
-            last[id(slot.tensor)] = (step.index, slot)
+            last[slot.tensor_id] = (step.index, slot)
     written = {key: index for key, (index, _) in last.items()}
     for slot in plan.inventory.deferred:
         # What nobody claims lies in the memory of something that somebody does.
-        if id(slot.tensor) not in last:
-            group = plan.inventory.groups[id(slot.tensor)]
+        if slot.tensor_id not in last:
+            group = plan.inventory.groups[slot.tensor_id]
             steps = [written[id(m)] for m in group.members if id(m) in written]
             if steps:
-                last[id(slot.tensor)] = (max(steps), slot)
+                last[slot.tensor_id] = (max(steps), slot)
     by_step: dict[int, list[Slot]] = {}
     for index, slot in last.values():
         by_step.setdefault(index, []).append(slot)

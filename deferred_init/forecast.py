@@ -150,7 +150,7 @@ def _new_bytes(
     slot: Slot, claim: Claim, inventory: Inventory, request: Request, counted: set[int]
 ) -> int:
     """Bytes that a slot adds: those of its storage, once per storage."""
-    group = inventory.groups[id(slot.tensor)]
+    group = inventory.groups[slot.tensor_id]
     if group.key in counted:
         return 0
     counted.add(group.key)

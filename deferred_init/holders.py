@@ -28,7 +28,7 @@ def check_holders(
 ) -> list[str]:
     """Find optimizers that cannot become right; one problem text each."""
     problems: list[str] = []
-    owned = {id(slot.tensor) for slot in inventory.slots}
+    owned = {slot.tensor_id for slot in inventory.slots}
     for index, optimizer in enumerate(optimizers):
         label = f"optimizers[{index}] ({type(optimizer).__name__})"
         params = list(_params(optimizer))

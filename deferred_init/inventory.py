@@ -3,6 +3,11 @@
 Besides parameters and buffers it looks into plain attributes, lists, dicts, tuples
 and plain objects that modules hold, and finds modules that are kept in such
 containers and that `named_modules()` therefore never shows.
+
+[Note: Asking for an id]
+`id` raises an audit event. Once a program has an audit hook written in Python, and
+`filelock`, which transformers imports, adds one, each call takes ten times as long. So
+what is looked at again and again, as tensors in slots are, is asked once.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ def take_inventory(models: Sequence[nn.Module]) -> Inventory:
     roots, slots = _visit_all(models, labels)
     by_tensor: dict[int, list[Slot]] = {}
     for slot in slots:
-        by_tensor.setdefault(id(slot.tensor), []).append(slot)
+        by_tensor.setdefault(slot.tensor_id, []).append(slot)
     return Inventory(
         roots=roots,
         slots=slots,
@@ -89,8 +94,9 @@ class _Walk:
             entered = False
             while frame.queue:
                 child, child_fqn, child_registered = frame.queue.pop(0)
-                if id(child) not in self._seen_modules:
-                    self._seen_modules.add(id(child))
+                child_id = id(child)
+                if child_id not in self._seen_modules:
+                    self._seen_modules.add(child_id)
                     stack.append(self._enter(child, child_fqn, child_registered))
                     entered = True
                     break
@@ -129,6 +135,7 @@ class _Walk:
         persistent: bool = True,
         key: Any = None,
     ) -> None:
+        tensor_id = id(tensor)
         self.slots.append(
             Slot(
                 owner=frame.module,
@@ -139,11 +146,12 @@ class _Walk:
                 container=container,
                 key=name if key is None else key,
                 tensor=tensor,
+                tensor_id=tensor_id,
             )
         )
-        if id(tensor) in self._seen_tensors:
+        if tensor_id in self._seen_tensors:
             return
-        self._seen_tensors.add(id(tensor))
+        self._seen_tensors.add(tensor_id)
         for attr, value in _carried(tensor).items():
             if isinstance(value, Tensor):
                 # The object and not its `__dict__`, which a swap replaces.

@@ -93,9 +93,9 @@ class Loans:
     def _lend_scratch(self, slots: Sequence[Slot]) -> None:
         """Replace what must not be written by scratch, for the time of one step."""
         workspace, step = self._workspace, self._step
-        writable = {id(s.tensor) for s in (*step.claim.slots, *step.claim.rewrites)}
+        writable = {s.tensor_id for s in (*step.claim.slots, *step.claim.rewrites)}
         for slot in slots:
-            key = id(slot.tensor)
+            key = slot.tensor_id
             if key in writable or slot.kind not in _REGISTERED:
                 continue
             made = key in workspace.made
@@ -111,10 +111,10 @@ class Loans:
     def _lend_staged(self, others: Sequence[Slot]) -> None:
         """Lend tensors of full size for those of which only a part stays here."""
         workspace, claim = self._workspace, self._step.claim
-        claimed = {id(slot.tensor): slot for slot in (*claim.slots, *claim.rewrites)}
+        claimed = {slot.tensor_id: slot for slot in (*claim.slots, *claim.rewrites)}
         wanted = claimed
         if others:
-            wanted = {id(slot.tensor): slot for slot in others} | claimed
+            wanted = {slot.tensor_id: slot for slot in others} | claimed
         loans: list[tuple[Loan, tuple[Slot, ...]]] = []
         for key, slot in wanted.items():
             home = workspace.current(slot.tensor)
@@ -144,7 +144,7 @@ class Loans:
             found = slot.read()
             home = workspace.current(slot.tensor)
             if staging is not None and staging.loan_of(found) is not None:
-                if id(slot.tensor) not in workspace.made:
+                if slot.tensor_id not in workspace.made:
                     workspace.allocate((slot,))  # init code may leave it as it is
             elif found is not home:
                 if staging is not None and staging.lacks_memory(found):

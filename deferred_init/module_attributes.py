@@ -68,7 +68,8 @@ def _tree(roots: Iterable[nn.Module]) -> list[nn.Module]:
     rest = list(roots)
     while rest:
         module = rest.pop()
-        if id(module) not in found:
-            found[id(module)] = module
+        module_id = id(module)
+        if module_id not in found:
+            found[module_id] = module
             rest += [child for child in module._modules.values() if child is not None]
     return list(found.values())

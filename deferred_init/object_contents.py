@@ -108,8 +108,9 @@ def lead_nowhere(values: Collection[object]) -> bool:
                 if reader is itself or not _can_be_followed(own, reader):
                     return False
                 _followed.add(own)
-            if id(value) not in passed:
-                new[id(value)] = value
+            value_id = id(value)
+            if value_id not in passed:
+                new[value_id] = value
         passed |= new
         level = gc.get_referents(*new.values())
     return True

@@ -34,7 +34,7 @@ def tree_assumptions(steps: Sequence[Step], inventory: Inventory) -> tuple[str, 
 
 
 def _list_assumptions(
-    drawn: Set[int], lasting: Set[int], inventory: Inventory
+    drawn: Set[ModuleSite], lasting: Set[ModuleSite], inventory: Inventory
 ) -> tuple[str, ...]:
     """Name classes with several lists of modules, which one loop may have filled.
 
@@ -59,7 +59,7 @@ def _list_assumptions(
 
 
 def _constructor_assumptions(
-    drawn: Set[int], lasting: Set[int], inventory: Inventory
+    drawn: Set[ModuleSite], lasting: Set[ModuleSite], inventory: Inventory
 ) -> tuple[str, ...]:
     """Name classes whose constructors did not make the children one after the other."""
     found: dict[str, None] = {}
@@ -88,12 +88,12 @@ def _is_told_of(kind: type) -> bool:
     )
 
 
-def _real_assumptions(drawn: Set[int], inventory: Inventory) -> tuple[str, ...]:
+def _real_assumptions(drawn: Set[ModuleSite], inventory: Inventory) -> tuple[str, ...]:
     """Name modules that are real already and stand before others that draw numbers."""
     before: list[str] = []
     waiting: list[str] = []
     for site in inventory.sites():
-        if id(site) in drawn and isinstance(site.module, _DRAWING):
+        if site in drawn and isinstance(site.module, _DRAWING):
             before += waiting
             waiting = []
         elif isinstance(site.module, _DRAWING) and _is_real(site):
@@ -148,28 +148,28 @@ def _order_in(
             )
 
 
-def _drawn(steps: Sequence[Step]) -> set[int]:
+def _drawn(steps: Sequence[Step]) -> set[ModuleSite]:
     """Modules of torch whose place in the order is that of the tree."""
     return {
-        id(step.site)
+        step.site
         for step in steps
         if step.order is None and step.initializer.name == "torch.nn"
     }
 
 
-def _lasting(steps: Sequence[Step]) -> set[int]:
+def _lasting(steps: Sequence[Step]) -> set[ModuleSite]:
     """Modules that keep a value which they draw: it is no constant, nor drawn again."""
-    again = {id(slot.tensor) for step in steps for slot in step.claim.rewrites}
+    again = {slot.tensor_id for step in steps for slot in step.claim.rewrites}
     return {
-        id(step.site)
+        step.site
         for step in steps
         if step.initializer.name != "torch.nn" or isinstance(step.site.module, _DRAWING)
-        if any(id(slot.tensor) not in again for slot in step.claim.slots)
+        if any(slot.tensor_id not in again for slot in step.claim.slots)
     }
 
 
-def _any(site: ModuleSite, sites: Set[int]) -> bool:
-    return any(id(below) in sites for below in site.post_order())
+def _any(site: ModuleSite, sites: Set[ModuleSite]) -> bool:
+    return any(below in sites for below in site.post_order())
 
 
 def order_assumptions(steps: Sequence[Step]) -> tuple[str, ...]:

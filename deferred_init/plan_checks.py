@@ -34,7 +34,7 @@ def unclaimed(
     left = [
         slot
         for slot in deferred
-        if id(slot.tensor) not in claimed and not _lies_within(inventory, slot, claimed)
+        if slot.tensor_id not in claimed and not _lies_within(inventory, slot, claimed)
     ]
     if not left:
         return []
@@ -77,7 +77,7 @@ def kept_tokens(inventory: Inventory) -> list[str]:
 def _lies_within(inventory: Inventory, slot: Slot, claimed: set[int]) -> bool:
     """Whether a tensor is a view into memory that a claimed tensor fills."""
     start, end = byte_span(slot.tensor)
-    for member in inventory.groups[id(slot.tensor)].members:
+    for member in inventory.groups[slot.tensor_id].members:
         if id(member) not in claimed:
             continue
         if same_elements(member, slot.tensor):
@@ -122,7 +122,7 @@ def misfit_shards(inventory: Inventory, claims: Iterable[Claim]) -> list[str]:
     return [
         f"{slot.describe()} is to be stored quantized, but {reason}"
         for slot in stored
-        if (reason := reasons.get(id(slot.tensor), by_others))
+        if (reason := reasons.get(slot.tensor_id, by_others))
     ]
 
 
@@ -133,7 +133,7 @@ def name_collisions(deferred: Sequence[Slot], request: Request) -> list[str]:
     clashes: list[str] = []
     for slot in deferred:
         name = known.of(slot)
-        if names.setdefault(name, id(slot.tensor)) != id(slot.tensor):
+        if names.setdefault(name, slot.tensor_id) != slot.tensor_id:
             clashes.append(name)
     if not clashes:
         return []
@@ -152,7 +152,7 @@ def left_behind(inventory: Inventory, deferred: Sequence[Slot]) -> tuple[str, ..
     """
     found = []
     for slot in deferred:
-        members = inventory.groups[id(slot.tensor)].members
+        members = inventory.groups[slot.tensor_id].members
         views = 0
         if len(members) > 1:
             views = sum(one._is_view() and one._base is slot.tensor for one in members)

@@ -69,8 +69,8 @@ def make_plan(
         for root in inventory.roots:
             claims.ask_for_trees(root, needed)
     for site in inventory.sites():
-        if id(site) in needed:
-            claims.ask(site, needed[id(site)])
+        if site in needed:
+            claims.ask(site, needed[site])
     claims.take_weights()
     deferred = inventory.deferred
     problems = [*known_problems, *claims.problems]
@@ -113,10 +113,10 @@ class _Claims:
         self.problems: list[str] = []
         self.notes: list[str] = []
         self.claimed: set[int] = set()
-        self._trees: dict[int, tuple[Initializer, Claim]] = {}
-        self._covered: set[int] = set()
+        self._trees: dict[ModuleSite, tuple[Initializer, Claim]] = {}
+        self._covered: set[ModuleSite] = set()
         self._settled: set[int] = set()
-        self._open: set[int] = set()
+        self._open: set[ModuleSite] = set()
         self._inventory = inventory
         self._request = request
         self._weights = weights
@@ -167,19 +167,19 @@ class _Claims:
         for site, claim in self._weights.claims(made):
             self._take(site, self._weights, claim)
 
-    def ask_for_trees(self, root: ModuleSite, needed: Container[int]) -> None:
+    def ask_for_trees(self, root: ModuleSite, needed: Container[ModuleSite]) -> None:
         """Ask those who know whole subtrees, parents before children."""
         stack = [root]
         while stack:
             site = stack.pop()
-            if id(site) not in needed:
+            if site not in needed:
                 continue
             found = self._tree_claim(site)
             if found is None:
                 stack.extend(reversed(site.children))
             else:
-                self._trees[id(site)] = found
-                self._covered.update(id(below) for below in site.post_order())
+                self._trees[site] = found
+                self._covered.update(site.post_order())
 
     def _tree_claim(self, site: ModuleSite) -> tuple[Initializer, Claim] | None:
         for initializer in initializers_for(type(site.module)):
@@ -194,10 +194,10 @@ class _Claims:
 
     def ask(self, site: ModuleSite, deferred: Sequence[Slot]) -> None:
         """Ask the initializers of one module's type, most specific first."""
-        tree = self._trees.get(id(site))
+        tree = self._trees.get(site)
         if tree is not None:
             self._take(site, *tree)
-        elif id(site) in self._covered:
+        elif site in self._covered:
             return
         asked = self._last if tree else initializers_for(type(site.module))
         pending = self._pending(deferred)
@@ -215,24 +215,24 @@ class _Claims:
                     settled = self._is_settled(site, deferred)
         unsettled_tree = tree is not None and not tree[1].settled
         if unsettled_tree or not settled:
-            self._open.add(id(site))
+            self._open.add(site)
 
     def _is_settled(self, site: ModuleSite, deferred: Sequence[Slot]) -> bool:
         """Whether nothing at or below a module is open to ordinary initializers."""
         for slot in deferred:
-            if id(slot.tensor) not in self._settled:
+            if slot.tensor_id not in self._settled:
                 return False
-        return self._open.isdisjoint(map(id, site.children))
+        return self._open.isdisjoint(site.children)
 
     def _take(self, site: ModuleSite, initializer: Initializer, claim: Claim) -> None:
-        made = {id(slot.tensor) for slot in claim.slots}
+        made = {slot.tensor_id for slot in claim.slots}
         alone = len(made) == len(claim.slots) and made.isdisjoint(self.claimed)
         if claim.rewrites or not alone:
             last = initializer is self._weights or initializer in self._last
             claim = self._normalize(claim, last=last)
             if not (claim.slots or claim.rewrites):
                 return  # all of it is loaded
-            made = {id(slot.tensor) for slot in claim.slots}
+            made = {slot.tensor_id for slot in claim.slots}
         self.problems.extend(claim.problems)
         self.claimed |= made
         if claim.settled:
@@ -245,11 +245,11 @@ class _Claims:
         fresh: dict[int, Slot] = {}
         again: dict[int, Slot] = {}
         for slot in claim.slots:
-            target = again if id(slot.tensor) in self.claimed else fresh
-            target.setdefault(id(slot.tensor), slot)
+            target = again if slot.tensor_id in self.claimed else fresh
+            target.setdefault(slot.tensor_id, slot)
         for slot in claim.rewrites:
-            if id(slot.tensor) not in fresh:
-                again.setdefault(id(slot.tensor), slot)
+            if slot.tensor_id not in fresh:
+                again.setdefault(slot.tensor_id, slot)
         for key in self._reserved if last else self._reserved | self._settled:
             again.pop(key, None)
         return replace(
@@ -262,8 +262,8 @@ class _Claims:
             return ()
         unique: dict[int, Slot] = {}
         for slot in deferred:
-            if id(slot.tensor) not in self.claimed and not self._has_claimed_twin(slot):
-                unique.setdefault(id(slot.tensor), slot)
+            if slot.tensor_id not in self.claimed and not self._has_claimed_twin(slot):
+                unique.setdefault(slot.tensor_id, slot)
         return tuple(unique.values())
 
     def _has_claimed_twin(self, slot: Slot) -> bool:
@@ -272,20 +272,20 @@ class _Claims:
         `accelerate.init_empty_weights` turns ties into such twins; like a tie, the
         memory keeps the values that it was given first.
         """
-        members = self._inventory.groups[id(slot.tensor)].members
+        members = self._inventory.groups[slot.tensor_id].members
         return len(members) > 1 and any(
             id(one) in self.claimed and same_elements(one, slot.tensor)
             for one in members
         )
 
 
-def _deferred_by_site(inventory: Inventory) -> dict[int, list[Slot]]:
+def _deferred_by_site(inventory: Inventory) -> dict[ModuleSite, list[Slot]]:
     """The deferred slots of sites that own some, or have a descendant that does."""
-    needed: dict[int, list[Slot]] = {}
+    needed: dict[ModuleSite, list[Slot]] = {}
     for site in inventory.sites():
         deferred = [slot for slot in site.slots if slot.deferred]
-        if deferred or not needed.keys().isdisjoint(map(id, site.children)):
-            needed[id(site)] = deferred
+        if deferred or not needed.keys().isdisjoint(site.children):
+            needed[site] = deferred
     return needed
 
 

@@ -44,6 +44,7 @@ class Slot:
         container: The object that is indexed or whose attribute is read.
         key: Index, mapping key or attribute name in `container`.
         tensor: The tensor found there when the inventory was taken.
+        tensor_id: Its `id`, see [Note: Asking for an id] in `inventory.py`.
     """
 
     owner: nn.Module
@@ -54,6 +55,7 @@ class Slot:
     container: Any
     key: Any
     tensor: Tensor
+    tensor_id: int
 
     @property
     def fqn(self) -> str:
@@ -147,7 +149,7 @@ class Inventory:
     Attributes:
         roots: One site per model.
         slots: All slots of all models, duplicates kept.
-        groups: For each distinct tensor (by `id`), its storage group.
+        groups: For each distinct tensor (by `tensor_id`), its storage group.
     """
 
     roots: tuple[ModuleSite, ...]

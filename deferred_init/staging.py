@@ -236,7 +236,7 @@ def keeps_nothing(step: Step) -> bool:
     False for steps that may have to gather what was made before, since the other
     processes would wait for this one.
     """
-    made = {id(slot.tensor) for slot in step.claim.slots}
+    made = {slot.tensor_id for slot in step.claim.slots}
     own = step.site.slots
     if not made or step.claim.rewrites or any(id(s.tensor) not in made for s in own):
         return False

@@ -27,7 +27,7 @@ def rebound_names(the_plan: Plan, workspace: ExecutionWorkspace) -> tuple[str, .
     return tuple(
         slot.fqn
         for slot in the_plan.inventory.slots
-        if id(slot.tensor) in workspace.replaced
+        if slot.tensor_id in workspace.replaced
     )
 
 

@@ -48,8 +48,8 @@ class TensorNames:
                 self._places = {}
                 for place in (slot for site in self._sites for slot in site.slots):
                     if self._is_registered(place):
-                        self._places.setdefault(id(place.tensor), place)
-            slot = self._places.get(id(slot.tensor), slot)
+                        self._places.setdefault(place.tensor_id, place)
+            slot = self._places.get(slot.tensor_id, slot)
         owner = self.of_module(slot.owner, slot.owner_fqn)
         return canonical_name(f"{owner}.{slot.name}" if owner else slot.name)
 

@@ -76,9 +76,10 @@ class ModuleSnapshot:
 
     def add(self, module: nn.Module) -> None:
         """Remember one more module as it is now; the first time counts."""
-        if id(module) in self._known:
+        module_id = id(module)
+        if module_id in self._known:
             return
-        self._known.add(id(module))
+        self._known.add(module_id)
         attributes = vars(module)
         if not isinstance(attributes.get("_parameters"), dict):
             return  # a script keeps its own outside of Python, and is never written

@@ -61,18 +61,18 @@ def _written(steps: Sequence[Step], inventory: Inventory) -> Iterator[str]:
     """Name what was written more often than the steps write it, or less often."""
     default = torch.get_default_dtype()
     more, less = [], []
-    told = {id(s.tensor) for step in steps for s in _told_of(step.claim)}
+    told = {s.tensor_id for step in steps for s in _told_of(step.claim)}
     for slot, expected in _expected(steps):
         tensor = slot.tensor
         # Inference tensors count no writes, and views count those to their base too.
-        if tensor.is_inference() or inventory.groups[id(tensor)].shared:
+        if tensor.is_inference() or inventory.groups[slot.tensor_id].shared:
             continue
         num_more = tensor._version - expected
         if num_more > 0:
             more.append(slot.fqn)
         # What was sharded or cast is another object as well, and named elsewhere.
         elif num_more < 0 and tensor.dtype == default and type(tensor) in _PLAIN:
-            less += [slot.fqn] if id(tensor) not in told else []
+            less += [slot.fqn] if slot.tensor_id not in told else []
     if more:
         yield (
             f"{listing(more)}: what was written there after the constructor of its "
@@ -104,7 +104,7 @@ def _expected(steps: Sequence[Step]) -> Iterator[tuple[Slot, int]]:
         for slot in (*claim.slots, *claim.rewrites):
             if hasattr(type(slot.tensor), "__records_operations__"):
                 continue
-            key = id(slot.tensor)
+            key = slot.tensor_id
             if claim.num_writes is not None:
                 counts[key] = counts.get(key, 0) + claim.num_writes[key]
             elif step.initializer.name == _TORCH and slot not in claim.rewrites:

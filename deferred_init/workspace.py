@@ -85,16 +85,16 @@ class ExecutionWorkspace:
 
     def current(self, tensor: Tensor) -> Tensor:
         """Return the object that stands for an inventory tensor now."""
-        pair = self.replaced.get(id(tensor))
+        pair = self.replaced.get(id(tensor)) if self.replaced else None
         return tensor if pair is None else pair[1]
 
     def allocate(self, slots: Sequence[Slot]) -> None:
         """Give memory to the tensors of the slots; their contents are undefined."""
         with no_function_modes():
             for slot in slots:
-                if id(slot.tensor) in self.made:
+                if slot.tensor_id in self.made:
                     continue
-                group = self.inventory.groups[id(slot.tensor)]
+                group = self.inventory.groups[slot.tensor_id]
                 if group.shared:
                     self._allocate_shared(group)
                 else:
@@ -104,7 +104,7 @@ class ExecutionWorkspace:
 
     def shares_memory(self, slot: Slot) -> bool:
         """Whether other tensors of the model lie in the memory of this one."""
-        return self.inventory.groups[id(slot.tensor)].shared
+        return self.inventory.groups[slot.tensor_id].shared
 
     def adopt(self, slot: Slot, tensor: Tensor) -> None:
         """Give the tensor object of a slot the contents of a newly made one."""
@@ -121,7 +121,7 @@ class ExecutionWorkspace:
             if tensor.is_leaf:
                 tensor.requires_grad_(target.requires_grad)
             self._install(target, tensor)
-        if id(slot.tensor) in self.final_now:
+        if slot.tensor_id in self.final_now:
             self.finish((slot,))
 
     def rebind(self, slots: Sequence[Slot], tensor: Tensor) -> None:
@@ -132,8 +132,8 @@ class ExecutionWorkspace:
                 if place.read() is old:
                     self.undo.push(partial(place.write, old))
                     place.write(tensor)
-            self.replaced[id(slot.tensor)] = (slot.tensor, tensor)
-            self.made.update((id(slot.tensor), id(tensor)))
+            self.replaced[slot.tensor_id] = (slot.tensor, tensor)
+            self.made.update((slot.tensor_id, id(tensor)))
 
     def filling(self, step: Step) -> Loans:
         """Let the body fill the step's tensors in place; see the protocol."""

@@ -69,7 +69,7 @@ class Writes:
         """How often it would write to each deferred tensor, by `id`."""
         deferred = (*self.filled, *self.touched)
         numbered = zip(deferred, self.counts, strict=True)
-        return {id(slot.tensor): count for slot, count in numbered}
+        return {slot.tensor_id: count for slot, count in numbered}
 
     @staticmethod
     def on(site: ModuleSite, names: Names) -> Writes:
@@ -145,7 +145,7 @@ def _probe(
     for slot in slots:
         now = _now(slot, memo)
         key = None if now is None else storage_key(now)
-        replaced = now is None or key != before[id(slot.tensor)]
+        replaced = now is None or key != before[slot.tensor_id]
         if not replaced and key not in watch.written:
             continue
         if not slot.deferred:
@@ -156,7 +156,7 @@ def _probe(
             filled.append(slot)
         else:
             touched.append(slot)
-    keys = [id(slot.tensor) for slot in (*filled, *touched)]
+    keys = [slot.tensor_id for slot in (*filled, *touched)]
     return Writes(
         filled=tuple(filled),
         touched=tuple(touched),
@@ -183,8 +183,8 @@ def stand_in(site: ModuleSite, memo: dict[int, Any]) -> nn.Module:
         twin = kind.__new__(kind)
         memo[id(one.module)] = twin
         for slot in one.slots:
-            if id(slot.tensor) not in memo:
-                memo[id(slot.tensor)] = hollow(slot.tensor)
+            if slot.tensor_id not in memo:
+                memo[slot.tensor_id] = hollow(slot.tensor)
     for one in sites:
         twin = memo[id(one.module)]
         for name, value in vars(one.module).items():
@@ -256,7 +256,7 @@ def _now(slot: Slot, memo: dict[int, Any]) -> Tensor | None:
     elif slot.container is vars(slot.owner):
         found = vars(memo[id(slot.owner)]).get(slot.key)
     else:
-        found = memo[id(slot.tensor)]
+        found = memo[slot.tensor_id]
     return found if isinstance(found, Tensor) else None
 
 
@@ -264,5 +264,5 @@ def _unique(site: ModuleSite) -> list[Slot]:
     unique: dict[int, Slot] = {}
     for one in site.post_order():
         for slot in one.slots:
-            unique.setdefault(id(slot.tensor), slot)
+            unique.setdefault(slot.tensor_id, slot)
     return list(unique.values())

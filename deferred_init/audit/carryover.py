@@ -96,7 +96,7 @@ def wrong_devices(scene: Scene) -> Iterator[Finding]:
     kept_elsewhere = offload_devices(found.module for found in scene.graph.modules)
     for before, place in scene.pairs():
         tensor = place.tensor
-        expected = kept_elsewhere.get(id(tensor), scene.device)
+        expected = kept_elsewhere.get(place.tensor_id, scene.device)
         if before.deferred and tensor.device != expected and not is_deferred(tensor):
             yield Finding(
                 code="wrong-device",
@@ -160,9 +160,9 @@ def unknown_hooks(scene: Scene) -> Iterator[Finding]:
     seen: set[int] = set()
     for place in scene.graph.in_scope("model"):
         tensor = place.tensor
-        if id(tensor) in seen or place.fqn in checked or place.kind != "parameter":
+        if place.kind != "parameter" or place.tensor_id in seen or place.fqn in checked:
             continue
-        seen.add(id(tensor))
+        seen.add(place.tensor_id)
         if is_deferred(tensor):
             continue
         for table, hooks in tensor_hooks(tensor).items():

@@ -23,10 +23,10 @@ def deferred_tensors(scene: Scene) -> Iterator[Finding]:
     for place in scene.graph.places:
         tensor = place.tensor
         if is_deferred(tensor):
-            if place.scope == "model" or id(tensor) not in scene.graph.model_ids:
+            if place.scope == "model" or place.tensor_id not in scene.graph.model_ids:
                 yield _finding(place)
-        elif id(tensor) not in reported:
-            reported.add(id(tensor))
+        elif place.tensor_id not in reported:
+            reported.add(place.tensor_id)
             yield from _inner(place)
 
 

@@ -45,6 +45,7 @@ class Place(NamedTuple):
         fqn: Its name, from a model, `optimizers[i]` or `holders[i]`.
         kind: `parameter`, `buffer`, `attribute`, `gradient`, `inner`.
         tensor: What it holds.
+        tensor_id: Its `id`, see [Note: Asking for an id] in `inventory.py`.
         owner: The module that it belongs to, or None.
         name: The name within the owner.
         scope: `model`, `optimizer` or `holder`.
@@ -53,6 +54,7 @@ class Place(NamedTuple):
     fqn: str
     kind: str
     tensor: Tensor
+    tensor_id: int
     owner: nn.Module | None
     name: str
     scope: str
@@ -107,7 +109,7 @@ def look(
     walk.attributes()
     graph = walk.graph
     for place in graph.places:
-        graph.model_ids.setdefault(id(place.tensor), place)
+        graph.model_ids.setdefault(place.tensor_id, place)
     for index, optimizer in enumerate(optimizers):
         for name, value in vars(optimizer).items():
             if name not in ("param_groups", "state", "defaults"):
@@ -142,9 +144,10 @@ class _Walk:
         stack = [(module, fqn)]
         while stack:
             module, fqn = stack.pop()
-            if id(module) in self._seen:
+            module_id = id(module)
+            if module_id in self._seen:
                 continue
-            self._seen.add(id(module))
+            self._seen.add(module_id)
             self.graph.modules.append(ModulePlace(fqn, module, scope))
             if module._modules:
                 prefix = f"{fqn}." if fqn else ""
@@ -236,11 +239,12 @@ class _Walk:
         name: str,
         scope: str,
     ) -> None:
-        fqn = prefix + name
-        self.graph.places.append(Place(fqn, kind, tensor, owner, name, scope))
-        if id(tensor) in self._seen_tensors:
+        fqn, tensor_id = prefix + name, id(tensor)
+        place = Place(fqn, kind, tensor, tensor_id, owner, name, scope)
+        self.graph.places.append(place)
+        if tensor_id in self._seen_tensors:
             return
-        self._seen_tensors.add(id(tensor))
+        self._seen_tensors.add(tensor_id)
         carried = tensor.__dict__
         if carried:
             rest: list[tuple[object, str, int]] = [
@@ -251,10 +255,10 @@ class _Walk:
             if rest:
                 self._values(rest, owner, prefix, scope)
         if tensor.requires_grad and is_leaf(tensor) and tensor.grad is not None:
-            grad = tensor.grad
+            grad, name = tensor.grad, f"{name}.grad"
             self._keep.append(grad)
             self.graph.places.append(
-                Place(f"{fqn}.grad", "gradient", grad, owner, f"{name}.grad", scope)
+                Place(prefix + name, "gradient", grad, id(grad), owner, name, scope)
             )
 
 

@@ -77,7 +77,7 @@ def duplicate_storage(scene: Scene) -> Iterator[Finding]:
             continue
         key = storage_key(tensor)
         if key is not None:
-            by_storage.setdefault(key, {}).setdefault(id(tensor), place)
+            by_storage.setdefault(key, {}).setdefault(place.tensor_id, place)
     for same in by_storage.values():
         if len(same) > 1:
             yield from _overlaps(scene, list(same.values()))

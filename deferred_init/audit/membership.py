@@ -95,7 +95,7 @@ def _positions(
     places = {id(param): position for position, param in enumerate(group)}
     now = scene.graph.by_fqn
     present = (n for n in wanted if n in now and n not in scene.rebound)
-    ids = (id(now[name].tensor) for name in present if name is not None)
+    ids = (now[name].tensor_id for name in present if name is not None)
     return [places[key] for key in ids if key in places]
 
 
@@ -103,7 +103,7 @@ def _is_held(fqn: str, now: Any, held: set[int], scene: Scene) -> bool:
     """Whether the tensor of a name, or what it was joined into, is in a group."""
     if fqn not in now:
         return fqn in scene.rebound
-    return id(now[fqn].tensor) in held
+    return now[fqn].tensor_id in held
 
 
 @register_detector
@@ -156,12 +156,12 @@ def stale_holders(scene: Scene) -> Iterator[Finding]:
         if place.owner is None and isinstance(place.tensor, nn.Parameter):
             by_holder.setdefault(place.fqn.partition("]")[0], []).append(place)
     for places in by_holder.values():
-        held_ids = {id(place.tensor) for place in places}
+        held_ids = {place.tensor_id for place in places}
         if held_ids.isdisjoint(scene.graph.model_ids):
             continue  # a copy of its own, such as an EMA
         missing = _shapes(p for p in _model_parameters(scene) if id(p) not in held_ids)
         for place in places:
-            if id(place.tensor) not in scene.graph.model_ids:
+            if place.tensor_id not in scene.graph.model_ids:
                 yield from _stale(place.fqn, place.tensor, missing, "holder")
 
 

@@ -47,8 +47,8 @@ class Scene:
             now, seen = self.graph.by_fqn, set()
             for fqn, before in self.expected.tensors.items():
                 place = now.get(fqn)
-                if place is not None and id(place.tensor) not in seen:
-                    seen.add(id(place.tensor))
+                if place is not None and place.tensor_id not in seen:
+                    seen.add(place.tensor_id)
                     self._pairs.append((before, place))
         return self._pairs
 

@@ -118,10 +118,10 @@ def _snapshot_of(graph: ObjectGraph, optimizers: Sequence[Optimizer]) -> Snapsho
             continue
         before = _tensor_before(place)
         tensors[place.fqn] = before
-        names.setdefault(id(place.tensor), []).append(place.fqn)
+        names.setdefault(place.tensor_id, []).append(place.fqn)
         if before.storage is not None:
             same = storages.setdefault(before.storage, {})
-            same.setdefault(id(place.tensor), place)
+            same.setdefault(place.tensor_id, place)
     return Snapshot(
         tensors=tensors,
         modules=tuple(
@@ -133,9 +133,9 @@ def _snapshot_of(graph: ObjectGraph, optimizers: Sequence[Optimizer]) -> Snapsho
         ),
         groups=tuple(_groups(optimizer, graph) for optimizer in optimizers),
         held={
-            place.fqn: graph.model_ids[id(place.tensor)].fqn
+            place.fqn: graph.model_ids[place.tensor_id].fqn
             for place in graph.in_scope("holder")
-            if id(place.tensor) in graph.model_ids
+            if place.tensor_id in graph.model_ids
         },
     )
 

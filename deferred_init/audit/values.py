@@ -45,7 +45,7 @@ def padding_rows(scene: Scene) -> Iterator[Finding]:
     """Find embeddings whose padding row is not zero."""
     counts = _Counts()
     num_places = Counter(
-        id(place.tensor) for place in scene.graph.places if place.kind == "parameter"
+        place.tensor_id for place in scene.graph.places if place.kind == "parameter"
     )
     for place in scene.graph.places:
         if place.kind != "parameter" or place.name != "weight":
@@ -54,7 +54,7 @@ def padding_rows(scene: Scene) -> Iterator[Finding]:
         weight = place.tensor
         if type(row) is not int or weight.dim() != 2 or not _readable(weight):
             continue
-        if not _fresh(scene, place, num_places[id(weight)]):
+        if not _fresh(scene, place, num_places[place.tensor_id]):
             continue
         if -weight.size(0) <= row < weight.size(0):
             counts.add(place, _nonzero(weight.detach()[row]))

@@ -39,8 +39,11 @@ Part = tuple[str, Checksum]
 @register_detector
 def stale_in_fsdp(scene: Scene) -> Iterator[Finding]:
     """Find parameters that FSDP2 trains while the module holds another one."""
+    groups = list(fsdp_groups(found.module for found in scene.graph.modules))
+    if not groups:
+        return
     names = {id(found.module): found.fqn for found in scene.graph.modules}
-    for group in fsdp_groups(found.module for found in scene.graph.modules):
+    for group in groups:
         if not group.is_sharded:
             continue  # the modules hold the gathered parameters meanwhile
         for param in group.fsdp_params:

@@ -79,7 +79,7 @@ def receiving_plan(
         slots = [s for s in site.slots if s.deferred and id(s.tensor) not in seen]
         if not slots:
             continue
-        seen.update(id(slot.tensor) for slot in slots)
+        seen.update(slot.tensor_id for slot in slots)
         claim = Claim(slots=tuple(slots), source=receiver.name)
         num_bytes = sum(final_bytes(slot, request) for slot in slots)
         steps.append(

@@ -70,7 +70,7 @@ class AveragedModelInit:
         workspace.allocate(step.claim.slots)
         with torch.no_grad():
             for slot in step.claim.slots:
-                source = sources.get(id(slot.tensor))
+                source = sources.get(slot.tensor_id)
                 if source is not None:
                     slot.read().copy_(source.read())
                 elif slot.name == _COUNTER:
@@ -105,7 +105,7 @@ def _pairs(inner: ModuleSite, source: ModuleSite) -> Iterator[tuple[int, Slot]]:
         for slot in one.slots:
             found = theirs.get((_below(inner, slot), slot.kind))
             if found is not None:
-                yield id(slot.tensor), found
+                yield slot.tensor_id, found
 
 
 def _below(site: ModuleSite, slot: Slot) -> str:

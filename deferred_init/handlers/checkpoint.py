@@ -75,7 +75,7 @@ class CheckpointInitializer:
         self._options = options or EngineOptions()
         self.matches: Matches = match_weights(weights, find_targets(inventory, request))
         loaded = {id(load.target.slot.tensor) for load in self.matches.loads}
-        rest = [slot for slot in inventory.deferred if id(slot.tensor) not in loaded]
+        rest = [slot for slot in inventory.deferred if slot.tensor_id not in loaded]
         self.draws_all = request.rng == "eager" and rest_is_random(rest)
         self._loads: dict[int, list[Load]] = {}
 
@@ -102,8 +102,8 @@ class CheckpointInitializer:
                 come in high precision first; what becomes part of another Parameter,
                 or quantized shards, cannot be loaded.
         """
-        quantized = {id(slot.tensor) for claim in made for slot, _ in claim.stored}
-        joined = {id(slot.tensor) for claim in made for slot in claim.joined}
+        quantized = {slot.tensor_id for claim in made for slot, _ in claim.stored}
+        joined = {slot.tensor_id for claim in made for slot in claim.joined}
         infos = self._weights.source.tensors
         for number, loads in enumerate(_groups(self.matches.loads, infos), start=1):
             order: Order = (_ORDER, number)

@@ -112,8 +112,8 @@ class Claim:
         What a recording makes has seen all that its constructors did, and is taken out
         of the claims of others: their code must not reach it when it runs.
         """
-        claimed = {id(slot.tensor) for slot in (*self.slots, *self.rewrites)}
-        return [slot for slot in slots if id(slot.tensor) not in claimed]
+        claimed = {slot.tensor_id for slot in (*self.slots, *self.rewrites)}
+        return [slot for slot in slots if slot.tensor_id not in claimed]
 
 
 @small_value

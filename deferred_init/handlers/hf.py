@@ -117,7 +117,7 @@ class HFInitWeights:
                     slot.write(tensor)
         for one in site.post_order():
             set_flag(one.module, True)
-        _tie_again(site, {id(slot.tensor) for slot in intent.real}, workspace)
+        _tie_again(site, {slot.tensor_id for slot in intent.real}, workspace)
 
 
 def _dry_run(site: ModuleSite) -> _Intent:

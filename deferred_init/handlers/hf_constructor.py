@@ -100,12 +100,12 @@ class HFConstructor:
         # Outside of the default device, with which each look at a tensor is slow.
         with no_function_modes():
             slots = _slots(site)
-            claimed = {id(slot.tensor) for slot in step.claim.slots}
+            claimed = {slot.tensor_id for slot in step.claim.slots}
             stray = {id(s.tensor) for s in step.claim.slots if not s.deferred}
             one_by_one = _one_by_one(step.claim.slots, slots, workspace.request)
 
         def give(slot: Slot, tensor: Tensor) -> None:
-            if id(slot.tensor) in stray:
+            if slot.tensor_id in stray:
                 workspace.rebind([slot], _dressed(slot.tensor, tensor))
             else:
                 workspace.adopt(slot, _dressed(slot.tensor, tensor))
@@ -182,7 +182,7 @@ def _own(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> list[Any]:
     return [
         (slot, tensor)
         for slot, tensor in pairs
-        if kept[id(tensor)] is slot and id(slot.tensor) in claimed
+        if kept[id(tensor)] is slot and slot.tensor_id in claimed
     ]
 
 
@@ -195,7 +195,7 @@ def _kept(pairs: list[tuple[Slot, Tensor]], claimed: set[int]) -> dict[int, Slot
     kept: dict[int, Slot] = {}
     for slot, tensor in pairs:
         known = kept.setdefault(id(tensor), slot)
-        if id(known.tensor) in claimed and id(slot.tensor) not in claimed:
+        if known.tensor_id in claimed and slot.tensor_id not in claimed:
             kept[id(tensor)] = slot
     return kept
 
@@ -230,8 +230,8 @@ def _is_plain(slot: Slot) -> bool:
 
 def _bytes(slots: Iterable[Slot], but: Sequence[Slot]) -> int:
     """Bytes of the tensors in some slots, without those in others."""
-    known = {id(slot.tensor) for slot in but}
-    rest = [slot.tensor for slot in slots if id(slot.tensor) not in known]
+    known = {slot.tensor_id for slot in but}
+    rest = [slot.tensor for slot in slots if slot.tensor_id not in known]
     if not rest:
         return 0
     left_out = {storage_key(slot.tensor) for slot in but}

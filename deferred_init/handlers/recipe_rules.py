@@ -43,7 +43,7 @@ class RecipeRules:
         if recipe is None or not recipe.init_rules or not _ROOT.fullmatch(site.fqn):
             return None
         deferred = {
-            id(slot.tensor): slot
+            slot.tensor_id: slot
             for below in site.post_order()
             for slot in below.slots
             if slot.kind is SlotKind.PARAMETER and slot.deferred

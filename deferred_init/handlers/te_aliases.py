@@ -80,20 +80,20 @@ class StaleFuserParameters:
         if not any("_basic_op_params" in slot.name for slot in pending):
             return None
         known = {id(tensor) for tensor, _ in _stale(site.module)}
-        made = tuple(slot for slot in pending if id(slot.tensor) in known)
+        made = tuple(slot for slot in pending if slot.tensor_id in known)
         return Claim(slots=made, source="contents of the op") if made else None
 
     def run(self, step: Step, workspace: Workspace) -> None:
         """Exchange contents, and put the old objects back into their ops."""
         actual = {id(cached): made for cached, made in _stale(step.site.module)}
         places = {
-            id(slot.tensor): slot
+            slot.tensor_id: slot
             for site in step.site.post_order()
             for slot in site.slots
             if slot.kind is SlotKind.PARAMETER
         }
         for slot in step.claim.slots:
-            made = actual[id(slot.tensor)]
+            made = actual[slot.tensor_id]
             workspace.adopt(slot, made)
             workspace.rebind((places[id(made)],), slot.read())
 

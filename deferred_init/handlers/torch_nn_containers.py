@@ -166,7 +166,7 @@ def _claims_below(
     for child in site.children:
         tree = next(_tree_claims(child, request), None)
         if tree is not None:
-            claimed.update(id(slot.tensor) for slot in tree[1].slots)
+            claimed.update(slot.tensor_id for slot in tree[1].slots)
             yield child, *tree
         else:
             yield from _claims_below(child, request, claimed)
@@ -179,7 +179,7 @@ def _claims_below(
         claim = initializer.claim(site, _pending(site, claimed), request)
         if claim is not None:
             claim = _split(claim, claimed)
-            claimed.update(id(slot.tensor) for slot in claim.slots)
+            claimed.update(slot.tensor_id for slot in claim.slots)
             yield site, initializer, claim
 
 
@@ -195,16 +195,16 @@ def _tree_claims(
 
 def _split(claim: Claim, claimed: set[int]) -> Claim:
     """Turn claims of what others make already into rewrites."""
-    fresh = [slot for slot in claim.slots if id(slot.tensor) not in claimed]
-    again = [slot for slot in claim.slots if id(slot.tensor) in claimed]
+    fresh = [slot for slot in claim.slots if slot.tensor_id not in claimed]
+    again = [slot for slot in claim.slots if slot.tensor_id in claimed]
     return replace(claim, slots=tuple(fresh), rewrites=(*again, *claim.rewrites))
 
 
 def _pending(site: ModuleSite, claimed: set[int]) -> tuple[Slot, ...]:
     unique: dict[int, Slot] = {}
     for slot in site.slots:
-        if slot.deferred and id(slot.tensor) not in claimed:
-            unique.setdefault(id(slot.tensor), slot)
+        if slot.deferred and slot.tensor_id not in claimed:
+            unique.setdefault(slot.tensor_id, slot)
     return tuple(unique.values())
 
 

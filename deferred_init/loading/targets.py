@@ -49,7 +49,7 @@ def find_targets(inventory: Inventory, request: Request) -> list[Target]:
     for slot in inventory.slots:
         kinds = (SlotKind.PARAMETER, SlotKind.BUFFER)
         if slot.kind in kinds and slot.persistent and id(slot.owner) in modules:
-            saved.setdefault(id(slot.tensor), []).append(slot)
+            saved.setdefault(slot.tensor_id, []).append(slot)
     return [
         Target(
             slot=slots[0],

@@ -99,15 +99,18 @@ class DeferredTensor(torch.Tensor):
         return value.recording.device if value.device is None else value.device
 
     @property
+    def lacks_memory(self) -> bool:
+        """Whether it is deferred: not while its constructor runs."""
+        return not value_of(self).recording.active
+
+    @property
     def is_meta(self) -> bool:  # type: ignore[override]
         """Whether it looks like a meta tensor: not while its constructor runs."""
-        if value_of(self).recording.active:
+        if not self.lacks_memory:
             return False
         caller = sys._getframe(1)
-        return not (
-            caller.f_globals.get("__name__") in _RECORDED_CALLERS
-            or caller.f_code is nn.Module._load_from_state_dict.__code__
-        )
+        named = caller.f_globals.get("__name__") in _RECORDED_CALLERS
+        return not (named or caller.f_code is nn.Module._load_from_state_dict.__code__)
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]

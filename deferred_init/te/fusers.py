@@ -101,9 +101,10 @@ def find_fusers(roots: Iterable[Any]) -> Iterator[OperationFuser]:
     for _ in range(_MAX_DEPTH + 1):
         below: list[Any] = []
         for value in level:
-            if id(value) in seen:
+            value_id = id(value)
+            if value_id in seen:
                 continue
-            seen.add(id(value))
+            seen.add(value_id)
             if isinstance(value, OperationFuser):
                 yield value
             else:
