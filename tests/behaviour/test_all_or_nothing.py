@@ -14,6 +14,7 @@ import deferred_init as di
 from deferred_init import workspace as workspace_module
 from deferred_init.handlers.plain import PlainAllocator
 from deferred_init.rebind import exchange
+from tests.reliability.faults import Injected
 
 
 class Forty(nn.Module):
@@ -64,10 +65,6 @@ def _state(model: nn.Module) -> list[Any]:
                         )
                     )
     return found
-
-
-class Injected(RuntimeError):
-    """Raised on purpose."""
 
 
 def _is_dry_run(argument: Any) -> bool:

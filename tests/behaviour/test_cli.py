@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from deferred_init.cli import main
+from tests.behaviour.cli_targets import printed_json, write_module
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ("demo", "plan", "materialize", "bench", "audit", "recipes", "doctor")
@@ -50,15 +49,7 @@ def targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> str:
     """Write a module of targets into an empty current folder and return its name."""
-    name = f"targets_{abs(hash(request.node.nodeid))}"
-    (tmp_path / f"{name}.py").write_text(TARGETS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    return name
-
-
-def _json(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
+    return write_module(TARGETS, tmp_path, monkeypatch, request)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -106,7 +97,7 @@ def test_the_package_runs_as_a_module() -> None:
 
 def test_recipes_lists_all_of_them(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "--json"]) == 0
-    listed = {recipe["name"]: recipe for recipe in _json(capsys)}
+    listed = {recipe["name"]: recipe for recipe in printed_json(capsys)}
     assert len(listed) == 10
     assert listed["nvfp4"]["min_compute_capability"] == [10, 0]
     assert listed["bf16"]["te_recipe"] is None
@@ -140,9 +131,9 @@ def test_an_unknown_recipe_is_exit_code_1_with_the_nearest_name(
     )
 
 
-def test_an_error_with_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_with_json_isprinted_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "gpt3", "--json"]) == 1
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["ok"] is False
     assert answer["error"].startswith("no recipe is called `gpt3`")
     assert answer["problems"] == []
@@ -159,7 +150,7 @@ def test_doctor_names_versions_and_hardware(
     version = metadata.version("torch")
     assert torch.__version__.startswith(version)
     assert main(["doctor", "--json"]) == 0
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["ok"] is True
     assert answer["packages"]["torch"] == version
     assert len(answer["gpus"]) == torch.cuda.device_count()
@@ -193,7 +184,7 @@ def test_plan_describes_a_model_for_a_gpu_that_is_not_there(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"{targets}:build", "--json"]) == 0
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["ok"] is True
     assert answer["device"] == "cuda"
     assert answer["final_bytes"] == 4 * (8 * 4 + 4 + 4 + 4)
@@ -205,7 +196,7 @@ def test_plan_names_what_could_not_be_made(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["plan", f"{targets}:Unknown", "--json"]) == 1
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["ok"] is False
     assert "`strange` (parameter of `Unknown`)" in answer["error"]
     assert answer["problems"] == [answer["error"]]
@@ -220,14 +211,14 @@ def test_audit_is_silent_on_a_healthy_model(
 ) -> None:
     for function in ("build", "several", "with_optimizer"):
         assert main(["audit", f"{targets}:{function}", "--json"]) == 0
-        assert _json(capsys)["findings"] == []
+        assert printed_json(capsys)["findings"] == []
 
 
 def test_audit_finds_an_optimizer_of_another_model(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["audit", f"{targets}:with_foreign_optimizer", "--json"]) == 1
-    assert _json(capsys)["findings"] != []
+    assert printed_json(capsys)["findings"] != []
     assert main(["audit", f"{targets}:with_foreign_optimizer"]) == 1
 
 

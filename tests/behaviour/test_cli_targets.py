@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch import nn
 
 import deferred_init as di
 from deferred_init.cli import main
+from tests.behaviour.cli_targets import printed_json, write_module
 
 TARGETS = """
 import torch
@@ -36,15 +36,7 @@ def two():
 def targets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> str:
-    name = f"cli_targets_{abs(hash(request.node.nodeid))}"
-    (tmp_path / f"{name}.py").write_text(TARGETS)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.syspath_prepend(tmp_path)
-    return name
-
-
-def _json(capsys: pytest.CaptureFixture[str]) -> Any:
-    return json.loads(capsys.readouterr().out)
+    return write_module(TARGETS, tmp_path, monkeypatch, request)
 
 
 def test_a_model_that_does_not_fit_is_exit_code_1(
@@ -52,7 +44,7 @@ def test_a_model_that_does_not_fit_is_exit_code_1(
 ) -> None:
     large = f"{targets}:large"
     assert main(["plan", large, "--gpu", "H100", "--json"]) == 1
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert (answer["ok"], answer["fits"]) == (False, False)
     assert answer["peak_bytes"] == 200_000 * 250_000 * 4
     assert main(["plan", large, "--gpu", "h100"]) == 1
@@ -66,7 +58,7 @@ def test_ranks_share_what_one_device_cannot_hold(
 ) -> None:
     line = ["plan", f"{targets}:large", "--gpu", "h200", "--recipe", "bf16", "--json"]
     assert main([*line, "--world-size", "8"]) == 1
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["rank_bytes"] == 250_000 // 8 * 200_000 * 2
     assert (
         "`weight` is made, of which each rank keeps its part" in (answer["peak_reason"])
@@ -78,7 +70,10 @@ def test_what_the_gpu_cannot_run_is_exit_code_1(
 ) -> None:
     line = ["plan", f"{targets}:Tied", "--recipe", "nvfp4", "--json"]
     assert main([*line, "--gpu", "h200"]) == 1
-    assert "`NVFP4BlockScaling` needs compute capability 10.0" in _json(capsys)["error"]
+    assert (
+        "`NVFP4BlockScaling` needs compute capability 10.0"
+        in printed_json(capsys)["error"]
+    )
     assert main([*line, "--gpu", "b200"]) == 0
 
 
@@ -98,7 +93,7 @@ def test_a_seed_checkpoint_holds_the_values_of_eager_construction(
 
     line = ["materialize", f"{targets}:Tied", "--out", "seed", "--seed", "3"]
     assert main([*line, "--format", file_format, "--json"]) == 0
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["ok"] is True
     assert answer["files"] == sorted(path.name for path in Path("seed").iterdir())
     build = importlib.import_module(targets).Tied
@@ -168,7 +163,7 @@ def test_a_hugging_face_folder_and_its_config_are_targets(
 ) -> None:
     target = str(gpt2_folder / name)
     assert main(["plan", target, "--json"]) == 0
-    made = {tensor["fqn"] for tensor in _json(capsys)["tensors"]}
+    made = {tensor["fqn"] for tensor in printed_json(capsys)["tensors"]}
     assert "transformer.h.0.attn.c_attn.weight" in made
     assert main(["audit", target]) == 0
     assert "Audit: ready" in capsys.readouterr().out
@@ -226,7 +221,7 @@ def test_bench_times_eager_and_deferred_construction(
 ) -> None:
     line = ["bench", f"{targets}:Tied", "--repeats", "3"]
     assert main([*line, "--json"]) == 0
-    answer = _json(capsys)
+    answer = printed_json(capsys)
     assert answer["final_bytes"] == 10 * 4 * 4
     assert {name: len(values) for name, values in answer["seconds"].items()} == {
         "eager": 3,

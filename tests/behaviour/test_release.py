@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import deferred_init as di
+from tests.behaviour.equal_models import on_meta
 
 pytestmark = pytest.mark.usefixtures("no_collector")
 
@@ -34,11 +35,6 @@ def plain() -> nn.Module:
 
 def transformer() -> nn.Module:
     return nn.TransformerEncoderLayer(8, 2, 16)
-
-
-def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    with torch.device("meta"):
-        return make()
 
 
 def read_elsewhere() -> nn.Module:

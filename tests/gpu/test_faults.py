@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,14 +19,12 @@ from tests.reliability.faults import (
     Job,
     check_every_boundary,
     held_by,
+    own_threads,
     quick_collections,
 )
 from tests.reliability.portrait import Portrait, generators, seed
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def data_of(tensor: Tensor) -> dict[str, Tensor]:
@@ -189,15 +186,11 @@ def test_a_fault_while_loading_leaves_no_reader_and_no_memory(
         seed(3)
         model = on_meta()
         made = job(model, lambda: di.materialize(model, "cuda", weights=path))
-        made.more = lambda: (readers(), path.read_bytes() == content)
+        made.more = lambda: (own_threads(), path.read_bytes() == content)
         return made
 
     crossed = check_every_boundary(make_job)
     assert crossed.count("after a step") >= 2
-
-
-def readers() -> list[str]:
-    return [t.name for t in threading.enumerate() if "deferred_init" in t.name]
 
 
 @contextmanager
@@ -253,7 +246,7 @@ def test_a_real_lack_of_memory_is_undone(kind: str) -> None:
     assert abs(memory() - num_bytes) < MAX_GROWTH_BYTES
     assert look([model]) == before
     assert states() == rng
-    assert readers() == []
+    assert own_threads() == []
     assert di.materialize(model, "cuda", **options).ok
     assert [id(parameter) for parameter in model.parameters()] == objects
     if kind == "loading":

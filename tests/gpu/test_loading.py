@@ -14,10 +14,7 @@ import deferred_init as di
 from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.sources import Fuse, Split, Stack, open_source
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 
 

@@ -12,9 +12,7 @@ from torch import nn
 
 import deferred_init as di
 
-pytestmark = pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs a CUDA device"
-)
+pytestmark = [pytest.mark.gpu, pytest.mark.hf]
 transformers = pytest.importorskip("transformers")
 
 

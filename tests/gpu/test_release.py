@@ -13,10 +13,7 @@ from torch import nn
 
 import deferred_init as di
 
-pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.usefixtures("no_collector"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("no_collector")]
 KINDS: dict[str, Callable[[str], nn.Module]] = {
     "modules": lambda device: module_model("TransformerLayer", device),
     "ops": lambda device: ops_model("nested", device),

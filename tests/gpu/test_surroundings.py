@@ -14,10 +14,7 @@ from torch import nn
 
 import deferred_init as di
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = pytest.mark.gpu
 
 
 def test_a_capture_of_a_graph_is_refused_by_name_and_goes_on() -> None:

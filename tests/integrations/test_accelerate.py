@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from deferred_init.integrations.accelerate_plugin import (  # noqa: E402
 )
 from deferred_init.integrations.optimizer_names import OptimizerNames  # noqa: E402
 
-pytestmark = pytest.mark.hf
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("fresh_accelerator_state")]
 
 
 class Net(nn.Module):
@@ -38,13 +37,6 @@ class Net(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.head(self.inner(self.embed(tokens)) + self.noise)
         return logits
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 def eager(cls: Any = Net) -> nn.Module:

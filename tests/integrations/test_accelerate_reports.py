@@ -5,7 +5,6 @@ The reports that need several ranks are cases of `test_accelerate_ranks.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,14 +25,7 @@ from deferred_init.integrations.accelerate_plugin import (  # noqa: E402
 )
 from deferred_init.integrations.tp_plan import split_by_plan  # noqa: E402
 
-pytestmark = pytest.mark.hf
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-    yield
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+pytestmark = [pytest.mark.hf, pytest.mark.usefixtures("fresh_accelerator_state")]
 
 
 class Net(nn.Module):

@@ -6,7 +6,6 @@ On a machine without one they are built on the CPU; nothing else of either is ch
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,18 +27,11 @@ except (ImportError, OSError):
 pytestmark = [
     pytest.mark.hf,
     pytest.mark.te,
+    pytest.mark.usefixtures("fresh_accelerator_state"),
     pytest.mark.skipif(te is None, reason="Transformer Engine is not installed"),
     pytest.mark.filterwarnings("ignore::Warning:transformer_engine"),
     pytest.mark.filterwarnings("ignore:params_dtype:DeprecationWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _fresh_state() -> Iterator[None]:
-    reset = accelerate.state.AcceleratorState._reset_state
-    reset(reset_partial_state=True)
-    yield
-    reset(reset_partial_state=True)
 
 
 @pytest.fixture(autouse=True)

@@ -11,6 +11,7 @@ import functools
 import gc
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -28,6 +29,11 @@ from deferred_init.record.execution import Executor
 from deferred_init.rng import ByName, Eager
 from tests.reliability.portrait import Portrait, assert_equal, generators, portrait
 from tests.reliability.tally import tally
+
+
+def own_threads() -> list[str]:
+    """Names of the threads of this package that are alive."""
+    return [t.name for t in threading.enumerate() if "deferred_init" in t.name]
 
 
 class Injected(RuntimeError):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from tests.reliability.faults import (
     Job,
     check_every_boundary,
     held_by,
+    own_threads,
     raising,
 )
 from tests.reliability.portrait import assert_equal, generators, portrait, seed
@@ -71,11 +71,6 @@ def on_meta() -> nn.Module:
 
 def recorded() -> nn.Module:
     return di.deferred_init(build)
-
-
-def threads() -> list[str]:
-    """Names of the threads of this package that are alive."""
-    return [t.name for t in threading.enumerate() if "deferred_init" in t.name]
 
 
 def plain_job(make: Callable[[], nn.Module], **options: Any) -> Job:
@@ -183,7 +178,7 @@ def test_a_fault_while_loading_stops_the_readers_and_leaves_files_alone(
 
     def job() -> Job:
         made = plain_job(make, weights=weights)
-        made.more = lambda: (threads(), digests(tmp_path))
+        made.more = lambda: (own_threads(), digests(tmp_path))
         return made
 
     crossed = check_every_boundary(job)

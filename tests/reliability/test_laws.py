@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import deferred_init as di
 from deferred_init import workspace
 from deferred_init.record.execution import Executor
+from tests.reliability.faults import Injected
 from tests.reliability.made import eager, on_meta, recorded
 from tests.reliability.portrait import (
     Portrait,
@@ -193,10 +194,6 @@ class _Fault(TorchDispatchMode):
         if isinstance(result, torch.Tensor) and not result.is_meta:
             self._count()
         return result
-
-
-class Injected(RuntimeError):
-    """Raised on purpose."""
 
 
 FAULTS = pytest.mark.parametrize("error", [Injected, KeyboardInterrupt, MemoryError])

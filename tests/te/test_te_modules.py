@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from te_capabilities import has, te_needs
+from te_equality import assert_same_parameters
 from torch import nn
 
 import deferred_init as di
@@ -26,16 +27,6 @@ def _stack(te: Any, device: str) -> nn.Module:
     )
 
 
-def _assert_equal(one: nn.Module, other: nn.Module) -> None:
-    first, second = dict(one.named_parameters()), dict(other.named_parameters())
-    assert list(first) == list(second)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-        assert tensor.stride() == second[name].stride(), name
-        assert tensor.requires_grad == second[name].requires_grad, name
-        assert tensor.__dict__ == second[name].__dict__, name
-
-
 def test_every_module_equals_eager_and_leaves_the_generator_as_eager_does(
     te: Any,
 ) -> None:
@@ -45,7 +36,7 @@ def test_every_module_equals_eager_and_leaves_the_generator_as_eager_does(
     torch.manual_seed(0)
     twin = _stack(te, "cpu")
     assert torch.equal(torch.get_rng_state(), state)
-    _assert_equal(model, twin)
+    assert_same_parameters(model, twin)
     assert all(bool((bias == 0).all()) for bias in (model[3].bias0, model[2].fc1_bias))
 
 
@@ -114,7 +105,7 @@ def test_split_parameters_share_their_storage_as_in_eager(te: Any) -> None:
     di.materialize(model, "cpu", seed=0)
     torch.manual_seed(0)
     twin = te.Linear(8, 24, parameters_split=("query", "key", "value"), device="cpu")
-    _assert_equal(model, twin)
+    assert_same_parameters(model, twin)
     pointers = {p.untyped_storage().data_ptr() for p in list(model.parameters())[:3]}
     assert len(pointers) == 1
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from te_capabilities import has, te_needs
+from te_equality import assert_same_parameters
 from torch import Tensor, nn
 
 import deferred_init as di
@@ -30,16 +31,6 @@ def _stack(te: Any, device: str) -> nn.Module:
     )
 
 
-def _assert_equal(one: nn.Module, other: nn.Module) -> None:
-    first, second = dict(one.named_parameters()), dict(other.named_parameters())
-    assert list(first) == list(second)
-    for name, tensor in first.items():
-        assert torch.equal(tensor, second[name]), name
-        assert tensor.stride() == second[name].stride(), name
-        assert tensor.requires_grad == second[name].requires_grad, name
-        assert tensor.__dict__ == second[name].__dict__, name
-
-
 def test_every_op_equals_eager_and_leaves_the_generator_as_eager_does(te: Any) -> None:
     model = _stack(te, "meta")
     di.materialize(model, "cpu", seed=0, verify="full")
@@ -47,7 +38,7 @@ def test_every_op_equals_eager_and_leaves_the_generator_as_eager_does(te: Any) -
     torch.manual_seed(0)
     twin = _stack(te, "cpu")
     assert torch.equal(torch.get_rng_state(), state)
-    _assert_equal(model, twin)
+    assert_same_parameters(model, twin)
 
 
 def test_objects_flags_attributes_and_hooks_stay(te: Any) -> None:
@@ -225,7 +216,7 @@ def test_tied_ops_stay_tied_and_draw_as_in_eager(te: Any) -> None:
     model = make("meta")
     di.materialize(model, "cpu", seed=0)
     torch.manual_seed(0)
-    _assert_equal(model, make("cpu"))
+    assert_same_parameters(model, make("cpu"))
     assert model[0].weight is model[1].weight
 
 

@@ -16,15 +16,9 @@ import deferred_init as di
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
 from fusible_ops import build, step, train
+from te_equality import same_tensors
 
 pytestmark = pytest.mark.te
-
-
-def _equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
 
 
 def _same_parameters(one: nn.Module, other: nn.Module) -> bool:
@@ -74,7 +68,7 @@ def test_a_model_on_meta_trains_as_if_built_with_memory(state: str) -> None:
     assert [id(p) for p in model.parameters()] == [id(p) for p in held]
     twin = _twin()
     assert _same_parameters(model, twin)
-    assert _equal(train(model, optimizer), train(twin))
+    assert same_tensors(train(model, optimizer), train(twin))
     assert _same_parameters(model, twin)
 
 
@@ -85,7 +79,7 @@ def test_a_fuser_that_somebody_keeps_runs_and_trains(te: Any) -> None:
     di.materialize(ops, "cpu", seed=0, holders=[lambda x: fuser(x)])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)
-        assert _equal(train(model), train(_twin()))
+        assert same_tensors(train(model), train(_twin()))
 
 
 class _Kept:
@@ -113,7 +107,7 @@ def test_frozen_ops_get_no_gradient_and_the_backward_stops_where_it_does_in_eage
         for each in (model, twin):
             assert not each(torch.ones(1, 8)).requires_grad
         return
-    assert _equal(train(model), train(twin))
+    assert same_tensors(train(model), train(twin))
     places = [
         each._module_groups[0].first_op_requiring_backward for each in (model, twin)
     ]
@@ -144,7 +138,7 @@ def test_a_fuser_of_an_op_held_by_a_user_s_module_is_transient() -> None:
     di.materialize(model, "cpu", seed=0)
     torch.manual_seed(0)
     twin = Block("cpu")
-    assert _equal(train(model), train(twin))
+    assert same_tensors(train(model), train(twin))
 
 
 def test_a_lazy_materialization_trains_too() -> None:
@@ -153,7 +147,7 @@ def test_a_lazy_materialization_trains_too() -> None:
     model = build("meta")
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     handle = materialize_on_first_forward(model, "cpu", optimizers=[optimizer], seed=0)
-    assert _equal(train(model, optimizer), train(_twin()))
+    assert same_tensors(train(model, optimizer), train(_twin()))
     assert not handle.pending
 
 

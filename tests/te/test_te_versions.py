@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
 from deferred_init.handlers.ecosystems import load_handlers
 
 te = pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
 from fusible_ops import build, step, train  # noqa: E402 - imports TE
+from te_equality import same_tensors  # noqa: E402
 from transformer_engine.pytorch.ops.op import BasicOperation  # noqa: E402
 
 pytestmark = pytest.mark.te
@@ -75,13 +76,6 @@ def _release(monkeypatch: pytest.MonkeyPatch) -> None:
     _Tracking.num_cached = 0
 
 
-def _equal(one: list[Tensor | None], other: list[Tensor | None]) -> bool:
-    return all(
-        a is b is None or (a is not None and b is not None and torch.equal(a, b))
-        for a, b in zip(one, other, strict=True)
-    )
-
-
 def _twin() -> Any:
     torch.manual_seed(0)
     return build("cpu")
@@ -116,7 +110,7 @@ def test_it_comes_out_the_same(state: str) -> None:
     assert report.ok
     assert [id(param) for param in model.parameters()] == held
     twin = _twin()
-    assert _equal(train(model, optimizer), train(twin))
+    assert same_tensors(train(model, optimizer), train(twin))
     for mine, other in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(mine, other)
     assert di.audit(model, optimizers=[optimizer], verify="full").ok

@@ -18,14 +18,7 @@ from deferred_init.audit.barren import Barren
 from deferred_init.audit.graph import look
 from deferred_init.audit.kinds import Kind, kind_of, parts_of
 from tests.unit.healthy_models import HEALTHY
-
-
-class _Plain:
-    def __init__(self, held: object) -> None:
-        self.held = held
-
-    def method(self) -> None:
-        """Be bound."""
+from tests.unit.holders import Plain, Text, with_attribute
 
 
 class _Slots:
@@ -39,12 +32,8 @@ class _Both(_Slots):
     """Slots of the base class, and an instance dict."""
 
 
-class _Text(str):
-    """A subclass of an atom, with attributes."""
-
-
 class _Number(int):
-    """Another one."""
+    """A subclass of an atom, which has attributes."""
 
 
 class _List(list[object]):
@@ -84,11 +73,6 @@ class _SlottedData:
     held: object
 
 
-def _with_attribute(made: Any, held: object) -> Any:
-    made.held = held
-    return made
-
-
 def _closure(held: object) -> Callable[[], object]:
     return lambda: held
 
@@ -120,25 +104,25 @@ HOLDERS: dict[str, Callable[[object], object]] = {
     "a deque": lambda held: collections.deque([held]),
     "a proxy": lambda held: types.MappingProxyType({"key": held}),
     "a namespace": lambda held: types.SimpleNamespace(held=held),
-    "a plain object": _Plain,
+    "a plain object": Plain,
     "an object with slots": _Slots,
-    "an object with both": lambda held: _with_attribute(_Both(None), held),
+    "an object with both": lambda held: with_attribute(_Both(None), held),
     "slots beside a dict": _Both,
     "a subclass of list": lambda held: _List([held]),
-    "an attribute of a list": lambda held: _with_attribute(_List(), held),
+    "an attribute of a list": lambda held: with_attribute(_List(), held),
     "a subclass of dict": lambda held: _Dict(key=held),
-    "an attribute of a dict": lambda held: _with_attribute(_Dict(), held),
+    "an attribute of a dict": lambda held: with_attribute(_Dict(), held),
     "an object that does not answer": _Silent,
     "a dataclass": _Data,
     "a dataclass with slots": _SlottedData,
     "a closure": _closure,
     "a default": _default,
     "a default of a keyword": _keyword,
-    "an attribute of a function": lambda held: _with_attribute(_closure(1), held),
-    "a bound method": lambda held: _Plain(held).method,
+    "an attribute of a function": lambda held: with_attribute(_closure(1), held),
+    "a bound method": lambda held: Plain(held).method,
     "a partial": lambda held: functools.partial(print, held),
     "a keyword of a partial": lambda held: functools.partial(print, end=held),
-    "several steps": lambda held: [{"a": (_Plain([_closure(held)]),)}],
+    "several steps": lambda held: [{"a": (Plain([_closure(held)]),)}],
 }
 
 
@@ -153,7 +137,7 @@ def test_what_holds_a_tensor_or_a_module_is_never_called_barren(how: str) -> Non
         assert not _is_barren(make(held))
         assert not _is_barren([make(1), make("a"), make(held)])
     assert _is_barren(make("nothing"))
-    assert _is_barren(make(_Plain([None])))
+    assert _is_barren(make(Plain([None])))
 
 
 @pytest.mark.parametrize("how", HOLDERS)
@@ -175,11 +159,11 @@ def _reachable(value: object) -> list[object]:
 def test_a_tensor_is_found_behind_a_text_or_a_number_that_has_attributes() -> None:
     model = nn.Linear(1, 1)
     hidden = torch.zeros(1)
-    model.text = _with_attribute(_Text("a"), hidden)
-    model.settings = {"number": _with_attribute(_Number(3), hidden)}
+    model.text = with_attribute(Text("a"), hidden)
+    model.settings = {"number": with_attribute(_Number(3), hidden)}
     found = [place.name for place in look([model]).places if place.tensor is hidden]
     assert found == ["text.held", "settings['number'].held"]
-    assert _is_barren([_Text("a"), _Number(3), 3, "a"])
+    assert _is_barren([Text("a"), _Number(3), 3, "a"])
 
 
 def test_circles_end_and_what_was_seen_needs_no_second_look() -> None:

@@ -20,11 +20,7 @@ from deferred_init import module_attributes
 from deferred_init.inventory import take_inventory
 from deferred_init.object_contents import lead_nowhere
 from tests.unit.healthy_models import HEALTHY
-
-
-class _Plain:
-    def __init__(self, held: object) -> None:
-        self.held = held
+from tests.unit.holders import Plain, Text, with_attribute
 
 
 class _InSlots:
@@ -42,10 +38,6 @@ class _InSlotsToo(_InSlots):
 class _Frozen:
     number: int
     held: object
-
-
-class _Text(str):
-    """A subclass of an atom, with attributes."""
 
 
 class _Pair(NamedTuple):
@@ -80,11 +72,6 @@ class _MakesMembers(list[object]):
         return iter([self._held()])
 
 
-def _with_attribute(made: Any, held: object) -> Any:
-    made.held = held
-    return made
-
-
 HOLDERS: dict[str, Callable[[object], object]] = {
     "a list": lambda held: [1, held],
     "a tuple": lambda held: (held,),
@@ -92,21 +79,21 @@ HOLDERS: dict[str, Callable[[object], object]] = {
     "a dict": lambda held: {"key": held},
     "a key": lambda held: {"a": 1, held: 2},
     "a tuple that is a key": lambda held: {(1, held): 2},
-    "an object that is a key": lambda held: {_Plain(held): 2},
+    "an object that is a key": lambda held: {Plain(held): 2},
     "a set": lambda held: {held},
     "a frozenset": lambda held: frozenset([held]),
     "an ordered dict": lambda held: collections.OrderedDict(key=held),
     "a default dict": lambda held: collections.defaultdict(list, key=held),
     "a namespace": lambda held: types.SimpleNamespace(held=held),
-    "a plain object": _Plain,
+    "a plain object": Plain,
     "an object with slots": _InSlots,
     "an object with slots and a dict": _InSlotsToo,
-    "a dict beside slots": lambda held: _with_attribute(_InSlotsToo(1), [held]),
+    "a dict beside slots": lambda held: with_attribute(_InSlotsToo(1), [held]),
     "a frozen dataclass with slots": lambda held: _Frozen(1, held),
-    "a text with attributes": lambda held: _with_attribute(_Text("a"), held),
+    "a text with attributes": lambda held: with_attribute(Text("a"), held),
     "a mapping with methods of its own": _MakesItems,
     "a list with methods of its own": _MakesMembers,
-    "several steps": lambda held: {"a": [_Plain((held,))]},
+    "several steps": lambda held: {"a": [Plain((held,))]},
 }
 
 
@@ -114,7 +101,7 @@ def _layers(number: int = 100) -> nn.Sequential:
     model = nn.Sequential(*(nn.Linear(1, 1) for _ in range(number)))
     for layer in model:
         layer.settings = {"names": ["a", "b"], "sizes": (3, 4)}
-        layer.other = _Plain(None)
+        layer.other = Plain(None)
     return model
 
 
@@ -148,7 +135,7 @@ def test_keys_have_names_of_their_own_and_weak_ones_are_left_to_who_holds_them()
     model = nn.Linear(1, 1, bias=False)
     first, second = torch.zeros(1), torch.zeros(1)
     model.table = {"a": first, (1, 2): 3, second: 4}
-    model.weak = weakref.WeakKeyDictionary({_Plain(torch.zeros(1)): 1})
+    model.weak = weakref.WeakKeyDictionary({Plain(torch.zeros(1)): 1})
     model.weak_tensors = WeakTensorKeyDictionary({torch.zeros(1): 1})
     names = [slot.fqn for slot in take_inventory([model]).slots]
     assert names == ["weight", "table['a']", "table.keys()[2]"]

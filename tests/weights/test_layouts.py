@@ -12,7 +12,8 @@ import deferred_init as di
 from deferred_init.handlers import checkpoint
 from deferred_init.loading.engine_options import EngineOptions
 from deferred_init.sources import Fuse, Split, Stack, Transpose, Unstack
-from tests.weights.small_models import assert_holds, on_meta
+from tests.behaviour.equal_models import on_meta
+from tests.weights.small_models import assert_holds
 
 
 class Attention(nn.Module):

@@ -6,22 +6,16 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
 from deferred_init.sources import open_source
-
-
-def as_safetensors(state: dict[str, Tensor], folder: Path) -> object:
-    path = folder / "weights.safetensors"
-    save_file({k: v.contiguous() for k, v in state.items()}, path)
-    return path
+from tests.weights.small_models import as_safetensors
 
 
 def test_training_what_stayed_in_the_file_never_writes_to_it(tmp_path: Path) -> None:
     state = {"weight": torch.ones(40, 30), "bias": torch.zeros(40)}
     path = as_safetensors(state, tmp_path)
-    assert isinstance(path, Path)
     before = path.read_bytes()
     model = nn.Linear(30, 40, device="meta")
     report = di.materialize(model, "cpu", weights=path)
@@ -36,7 +30,6 @@ def test_without_mmap_the_model_does_not_need_the_file_afterwards(
     tmp_path: Path,
 ) -> None:
     path = as_safetensors({"weight": torch.ones(4, 3)}, tmp_path)
-    assert isinstance(path, Path)
     model = nn.Linear(3, 4, bias=False, device="meta")
     report = di.materialize(model, "cpu", weights=open_source(path, mmap=False))
     with path.open("r+b") as file:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 import deferred_init as di
-from tests.weights.small_models import everything, on_meta, stack
+from tests.behaviour.equal_models import on_meta
+from tests.weights.small_models import everything, stack
 
 
 class Mixed(nn.Module):

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import deferred_init as di
 from deferred_init.sources import Stack
-from tests.weights.small_models import assert_holds, on_meta
+from tests.behaviour.equal_models import on_meta
+from tests.weights.small_models import assert_holds
 
 
 class Net(nn.Module):

@@ -11,7 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import deferred_init as di
-from tests.weights.small_models import everything, on_meta, stack
+from tests.behaviour.equal_models import on_meta
+from tests.weights.small_models import everything, stack
 
 
 def test_all_mismatched_shapes_are_listed_with_both_shapes() -> None:

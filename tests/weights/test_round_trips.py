@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import deferred_init as di
 from deferred_init.sources import TensorInfo, open_source
+from tests.weights.small_models import as_safetensors
 
 FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 FLOATS += [torch.float8_e4m3fn, torch.float8_e5m2]
@@ -73,12 +74,6 @@ class Holder(nn.Module):
 
 def as_mapping(state: dict[str, Tensor], folder: Path) -> object:
     return state
-
-
-def as_safetensors(state: dict[str, Tensor], folder: Path) -> object:
-    path = folder / "weights.safetensors"
-    save_file({k: v.contiguous() for k, v in state.items()}, path)
-    return path
 
 
 def as_folder(state: dict[str, Tensor], folder: Path) -> object:
