@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd.profiler import profile
 
 import deferred_init as di
 from tests.behaviour.equal_models import on_meta
@@ -26,6 +27,11 @@ class Mixed(nn.Module):
 
     def reset_parameters(self) -> None:
         self.inv_freq.copy_(1.0 / torch.arange(1.0, 5.0))
+
+
+def num_draws(profiled: profile) -> int:
+    """Count the kernels that filled a tensor with random numbers."""
+    return sum(event.name == "aten::uniform_" for event in profiled.function_events)
 
 
 HOW = [on_meta, di.deferred_init]
@@ -59,11 +65,21 @@ def test_what_is_missing_gets_the_value_that_eager_construction_gives_it(
 
 
 @pytest.mark.parametrize("build", HOW, ids=["meta", "recorded"])
+def test_draws_are_counted_where_there_are_some(build: Any) -> None:
+    model = build(Mixed)
+    with profile() as profiled:
+        di.materialize(model, "cpu")
+    assert num_draws(profiled) == 4
+
+
+@pytest.mark.parametrize("build", HOW, ids=["meta", "recorded"])
 def test_a_complete_checkpoint_draws_no_random_numbers(build: Any) -> None:
     stored = dict(Mixed().state_dict())
     model = build(Mixed)
     before = torch.get_rng_state()
-    report = di.materialize(model, "cpu", weights=stored)
+    with profile() as profiled:
+        report = di.materialize(model, "cpu", weights=stored)
+    assert num_draws(profiled) == 0
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model.inv_freq, 1.0 / torch.arange(1.0, 5.0))
     assert report.ok
