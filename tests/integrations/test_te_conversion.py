@@ -138,6 +138,26 @@ def test_hooks_of_every_kind_survive_and_their_handles_still_remove_them() -> No
 
 
 @needs_te
+def test_how_hooks_are_called_survives_as_well() -> None:
+    seen: list[Any] = []
+    old: Any = nn.LayerNorm(16)
+    old.register_forward_pre_hook(lambda *args: seen.append(args[2]), with_kwargs=True)
+    old.register_forward_hook(lambda *args: seen.append(args[2]), with_kwargs=True)
+    old.register_forward_hook(lambda *_: seen.append("always"), always_call=True)
+    model = nn.Sequential(old)
+    convert_to_te(model)
+    new: Any = model[0]
+    # What it computes is not the question, and needs a GPU.
+    vars(new)["forward"] = lambda x, by: x / by
+    new(6, by=2)
+    assert seen == [{"by": 2}, {"by": 2}, "always"]
+    seen.clear()
+    with pytest.raises(ZeroDivisionError):
+        new(6, by=0)
+    assert seen == [{"by": 0}, "always"]
+
+
+@needs_te
 def test_a_loading_hook_is_handed_the_converted_layer() -> None:
     seen: list[Any] = []
     old: Any = nn.Linear(16, 16)

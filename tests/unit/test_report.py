@@ -133,6 +133,7 @@ def test_a_real_report_names_versions_stages_and_sources() -> None:
     assert report.versions["torch"] == torch.__version__
     assert report.versions["deferred_init"] == di.__version__
     assert {"plan", "execute", "audit"} <= report.seconds.keys()
+    assert [step.seconds > 0 for step in report.steps] == [True]
     assert "(root)" in str(report)
     assert "Linear.reset_parameters" in str(report)
     assert Report.from_json(report.to_json()) == report
