@@ -243,5 +243,36 @@ def test_handlers_never_import_handlers() -> None:
     assert offenders == set()
 
 
+def _private_imports(tree: ast.AST) -> set[str]:
+    """Name what a module imports from others of the package and is theirs alone."""
+    return {
+        f"{statement.module}.{alias.name}"
+        for statement in _runtime_imports(tree, lazy=True)
+        if isinstance(statement, ast.ImportFrom)
+        and (statement.module or "").partition(".")[0] == "deferred_init"
+        for alias in statement.names
+        if alias.name.startswith("_") and not alias.name.startswith("__")
+    }
+
+
+def test_no_module_imports_private_names_of_another() -> None:
+    found = {
+        f"{name} imports {private}"
+        for name, path in _modules().items()
+        for private in _private_imports(ast.parse(path.read_text()))
+    }
+    assert found == set()
+
+
+def test_the_search_for_private_names_finds_one() -> None:
+    code = (
+        "from deferred_init.slots import Slot, _hidden\n"
+        "from deferred_init import __version__\n"
+        "def late():\n    from deferred_init.rng import _secret\n"
+    )
+    expected = {"deferred_init.slots._hidden", "deferred_init.rng._secret"}
+    assert _private_imports(ast.parse(code)) == expected
+
+
 def test_the_errors_stand_at_the_bottom() -> None:
     assert _graph(lazy=True)["deferred_init.errors"] == set()
