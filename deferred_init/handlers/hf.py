@@ -3,8 +3,8 @@
 These are models changed after construction (adapters, resized embeddings). The module
 tree is followed instead: each module's own initializer, in construction order, then at
 the end of each `PreTrainedModel`'s constructor its `initialize_weights`, which
-overwrites what it knows. See `hf_constructor.py` for what this cannot know, and for the better way, and
-[Note: Flags of transformers] in `hf_flags.py` for what is flagged when.
+overwrites what it knows. See `hf_constructor.py` for what this cannot know, and for the
+better way, and [Note: Flags of transformers] in `hf_flags.py` for what is flagged when.
 """
 
 from __future__ import annotations
