@@ -148,3 +148,11 @@ def test_every_public_name_is_on_the_api_page() -> None:
 
     text = (DOCS / "api.md").read_text()
     assert [name for name in deferred_init.__all__ if name not in text] == []
+
+
+def test_the_architecture_says_where_every_module_and_folder_stands() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text(encoding="utf-8")
+    package = ROOT / "deferred_init"
+    files = {path.name for path in package.glob("[!_]*.py")}
+    folders = {f"{path.parent.name}/" for path in package.glob("*/__init__.py")}
+    assert {name for name in files | folders if f"`{name}" not in text} == set()
