@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import BARE_TYPES, StorageGroup
+from deferred_init.aliases import BARE_TYPES, StorageGroup, view_like, with_bits_of
 from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.distributed.outcome import all_still_there
 from deferred_init.handlers.plain import dress
@@ -253,15 +253,16 @@ class ExecutionWorkspace:
         made: dict[int, Tensor] = {}
         for member in members:
             base = made.get(id(member._base)) if member._is_view() else None
-            geometry = (member.size(), member.stride(), member.storage_offset())
-            if base is not None and base.dtype == member.dtype:
-                with torch.set_grad_enabled(member.requires_grad):
-                    made[id(member)] = base.as_strided(*geometry)
-                continue
+            if base is not None:
+                with torch.enable_grad():
+                    view = view_like(member, base)
+                if view is not None:
+                    made[id(member)] = view
+                    continue
             data = torch.empty(0, dtype=member.dtype, device=self._request.device)
             data.set_(block, member.storage_offset(), member.size(), member.stride())
             self.poison(data)
-            made[id(member)] = dress(member, data)
+            made[id(member)] = dress(member, with_bits_of(member, data))
         for member in members:
             self._install(member, made[id(member)])
 

@@ -75,6 +75,7 @@ TORCH_NAMES = (
             _NO_RECORD,
         ),
         ("Tensor._is_view", "order views after bases", "ask `_base`"),
+        ("_neg_view", "rebuild views that negate", "`x.conj().imag` on a copy"),
         ("Tensor._base", "rebuild autograd's view relation", "plain windows"),
         (
             "Tensor._version",
