@@ -136,6 +136,8 @@ def byte_span(tensor: Tensor) -> tuple[int, int]:
     start = int(tensor.storage_offset()) * size
     if tensor.numel() == 0:
         return start, start
+    if tensor.is_nested:  # rows of different lengths, whose sizes are no numbers
+        return start, start + int(tensor.numel()) * size
     reach = sum(
         (int(length) - 1) * int(stride)
         for length, stride in zip(tensor.size(), tensor.stride(), strict=True)

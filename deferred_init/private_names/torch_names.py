@@ -124,6 +124,26 @@ TORCH_NAMES = (
             "`Tensor.to` under a mode",
         ),
         (
+            "ops.aten.add.out._overloadpacket",
+            "find an operator without `out=`, for the strides of what it resizes",
+            "outputs are contiguous, and the audit names those of other strides",
+        ),
+        (
+            "ops.aten._linalg_svd.default",
+            "know the layout of singular vectors on a CPU",
+            "leave it out: the audit names those of other strides",
+        ),
+        (
+            "_C._get_dispatch_mode",
+            "leave what runs under a `FakeTensorMode` out of a recording",
+            "look for the mode in `torch.utils._python_dispatch`",
+        ),
+        (
+            "_C._TorchDispatchModeKey.FAKE",
+            "leave what runs under a `FakeTensorMode` out of a recording",
+            "look for the mode in `torch.utils._python_dispatch`",
+        ),
+        (
             "ops.aten.add.Tensor._schema",
             "tell which arguments an operation writes",
             "none: recording and dry runs need it",

@@ -15,7 +15,7 @@ from deferred_init.record.append import Draw, append
 from deferred_init.record.capture import constant
 from deferred_init.record.mode import RecordOperations, tensors_in
 from deferred_init.record.nodes import Place
-from deferred_init.record.paused import no_dispatch, plain_torch
+from deferred_init.record.paused import in_fake_mode, no_dispatch, plain_torch
 from deferred_init.record.tensor import DeferredTensor, late, new_value, value_of, wrap
 
 __all__ = ["RecordFactories"]
@@ -34,6 +34,8 @@ class RecordFactories(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        if in_fake_mode():
+            return func(*args, **(kwargs or {}))
         recording = self.recording
         recording.autocast = autocast_on()
         handler = _HANDLERS.get(func)
@@ -189,6 +191,17 @@ def _new_tensor(
     return _from_data(mode, torch.tensor, tuple(data), options)
 
 
+def _sparse(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Make a sparse tensor of numbers for real: it has no storage to record on."""
+    rest = dict(kwargs)
+    if rest.get("device") is not None and mode.place(rest["device"]) is not None:
+        rest["device"] = late.early_device(mode.recording)
+    args = [_early_nest(arg) for arg in args]
+    rest = {key: _early_nest(arg) for key, arg in rest.items()}
+    with plain_torch():
+        return func(*args, **rest)
+
+
 def _early_nest(data: Any) -> Any:
     """Compute the deferred tensors in a nest of numbers."""
     if isinstance(data, DeferredTensor):
@@ -264,6 +277,15 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
     ),
     **dict.fromkeys((torch.tensor, torch.as_tensor, torch.asarray), _from_data),
     torch.Tensor.new_tensor: _new_tensor,
+    **dict.fromkeys(
+        (
+            torch.sparse_coo_tensor,
+            torch.sparse_compressed_tensor,
+            *(torch.sparse_csr_tensor, torch.sparse_csc_tensor),
+            *(torch.sparse_bsr_tensor, torch.sparse_bsc_tensor),
+        ),
+        _sparse,
+    ),
     **dict.fromkeys((torch.from_numpy, torch.frombuffer), _shared),
     **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda), _move),
     torch._C._nn._parse_to: _parse,

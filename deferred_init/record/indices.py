@@ -20,19 +20,38 @@ def with_values(index: Any) -> Any:
     """Return an index with real tensors in the place of lists, ranges and arrays.
 
     Args:
-        index: What stands in the brackets. A list that holds lists or tensors is left
-            as it is: releases of torch differ in what it means.
+        index: What stands in the brackets.
     """
+    if type(index) is list and _is_tuple(index):
+        index = tuple(index)
     if type(index) is tuple:
         return tuple(_with_values(item) for item in index)
     return _with_values(index)
+
+
+def _is_tuple(index: list[Any]) -> bool:
+    """Whether torch takes a list of lists for one index a dim: releases differ."""
+    if not any(isinstance(item, (list, tuple, range)) for item in index):
+        return False
+    with plain_torch():
+        return torch.zeros(1, 1)[[[0], [0]]].dim() == 1
+
+
+def _are_numbers(values: list[Any]) -> bool:
+    """Whether a nest of lists holds nothing but whole numbers and truth values."""
+    return all(
+        _are_numbers(list(value))
+        if isinstance(value, (list, tuple, range))
+        else isinstance(value, int)
+        for value in values
+    )
 
 
 def _with_values(item: Any) -> Any:
     numpy = sys.modules.get("numpy")
     if isinstance(item, (list, range)):
         values = list(item)
-        if not all(isinstance(value, int) for value in values):
+        if not _are_numbers(values):
             return item
         with plain_torch():
             return torch.tensor(values, dtype=None if values else torch.long)

@@ -20,7 +20,7 @@ from deferred_init.record import ops
 from deferred_init.record.capture import constant
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Place
-from deferred_init.record.paused import no_dispatch
+from deferred_init.record.paused import in_fake_mode, no_dispatch
 from deferred_init.record.schema import op_info
 from deferred_init.record.tensor import DeferredTensor, late, value_of
 
@@ -52,6 +52,8 @@ class RecordOperations(DispatchMode):
         found = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
         if any(isinstance(tensor, DeferredTensor) for tensor in found):
             return ops.record(self.recording, func, args, kwargs, self.place)
+        if in_fake_mode():
+            return func(*args, **kwargs)
         if not found:
             return self._factory(func, args, kwargs)
         return self._on_real(func, args, kwargs, found)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import dense_bytes
+
 if TYPE_CHECKING:
     from deferred_init.record.graph import Recording
-
-from deferred_init.aliases import dense_bytes
 
 __all__ = [
     "External",
@@ -102,8 +102,7 @@ class Value:
     def covers_storage(self) -> bool:
         """Whether writing all of it leaves nothing of the storage as it was."""
         meta = self.meta
-        have = meta.untyped_storage().nbytes()
-        return have == dense_bytes(meta) and (
+        return meta.untyped_storage().nbytes() == dense_bytes(meta) and (
             meta.is_contiguous() or meta.numel() == _span(meta)
         )
 

@@ -25,10 +25,12 @@ from deferred_init.record.append import Draw, append
 from deferred_init.record.call import Call
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Place, Value
+from deferred_init.record.outputs import fit_outputs, output_metas
 from deferred_init.record.paused import no_dispatch, plain_torch
 from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.reshape import reshape
 from deferred_init.record.schema import OpInfo, op_info
+from deferred_init.record.strides import on_cpu
 from deferred_init.record.tensor import (
     DeferredTensor,
     late,
@@ -90,6 +92,8 @@ def record(
         return _run_early(recording, func, args, kwargs)
     with recording.lock, no_dispatch():
         call = Call(recording, args, kwargs, shapes_only=info.like)
+        if info.outputs and _fit(call, info, func, args, kwargs):
+            call = Call(recording, args, kwargs, shapes_only=info.like)
         device = _device_of(call, place if info.has_device else None)
         if autocast := autocast or recording.autocast:
             inside = recording.active
@@ -132,16 +136,41 @@ def _normal(recording: Recording, device: torch.device) -> torch.device | None:
     return device
 
 
+def _fit(
+    call: Call, info: OpInfo, func: Any, args: Any, kwargs: dict[str, Any]
+) -> bool:
+    """Resize what is named by `out=`, and tell whether there was need to."""
+    return fit_outputs(
+        func,
+        call,
+        info,
+        lambda meta_kwargs: _geometry(call, info, func, args, kwargs, meta_kwargs),
+        lambda resize, on: record(call.recording, resize, on, {}),
+    )
+
+
 def _shape(
     call: Call, info: OpInfo, func: Any, args: Any, kwargs: dict[str, Any]
 ) -> Any:
+    """Return the results of an operation on meta, its outputs themselves."""
+    out = _geometry(call, info, func, args, kwargs, call.meta_kwargs)
+    return output_metas(call, info) if info.outputs else out
+
+
+def _geometry(
+    call: Call,
+    info: OpInfo,
+    func: Any,
+    args: Any,
+    kwargs: dict[str, Any],
+    meta_kwargs: dict[str, Any],
+) -> Any:
     """Run an operation on meta; where meta cannot, compute its inputs early."""
-    meta_kwargs = call.meta_kwargs
     if meta_kwargs.get("generator") is not None:
         meta_kwargs = {**meta_kwargs, "generator": None}
     try:
         with torch._C.DisableTorchFunction():
-            return func(*call.meta, **meta_kwargs)
+            return on_cpu(func, call, func(*call.meta, **meta_kwargs))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
         if info.draws:
             raise

@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-__all__ = ["index_of", "no_dispatch", "no_function_modes", "plain_torch"]
+__all__ = ["in_fake_mode", "index_of", "no_dispatch", "no_function_modes"]
+__all__ += ["plain_torch"]
 __all__ += ["without_default_device", "without_own_mode"]
 
 
@@ -16,10 +17,19 @@ def index_of(device: torch.device) -> int | None:
     return device.index
 
 
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
 no_dispatch = torch._C._DisableTorchDispatch
 no_function_modes = torch._C.DisableTorchFunction
 """A context in which no function mode is asked, `torch.device(...)` as a context among
 them: with one, every look at a tensor's attribute goes through Python."""
+
+
+def in_fake_mode() -> bool:
+    """Whether code that is recorded runs under a `FakeTensorMode` of its own.
+
+    What it makes there is no part of the model, and draws no numbers.
+    """
+    return torch._C._get_dispatch_mode(_FAKE) is not None
 
 
 @contextmanager

@@ -30,7 +30,8 @@ class OpInfo:
         opaque: Its results have no storage of the plain kind.
         reshapes: It changes the geometry of its first argument in place.
         mutated: Positions of the arguments that it writes to.
-        mutated_names: The keyword-only ones.
+        mutated_names: Their names, also of keyword-only ones.
+        outputs: The names of the `out=` arguments, in the order of the results.
         has_dtype: It has a `dtype` argument.
         has_device: It has a `device` argument.
     """
@@ -45,6 +46,7 @@ class OpInfo:
         "mutated_names",
         "names",
         "opaque",
+        "outputs",
         "overwrites",
         "reshapes",
         "scalar",
@@ -62,6 +64,11 @@ class OpInfo:
         )
         self.mutated_names = tuple(
             arg.name for arg in schema.arguments if _is_written(func, arg)
+        )
+        self.outputs = tuple(
+            arg.name
+            for arg in schema.arguments
+            if arg.kwarg_only and arg.alias_info and arg.alias_info.is_write
         )
         self.scalar = bool(schema.returns) and not any(
             "Tensor" in str(item.type) for item in schema.returns

@@ -25,18 +25,8 @@ from deferred_init.record.nodes import Storage, Value
 from deferred_init.record.paused import no_dispatch
 from deferred_init.record.problems import RecordError, user_line
 
-__all__ = [
-    "DeferredTensor",
-    "deferred_class",
-    "final_class",
-    "late",
-    "make_parameter",
-    "new_value",
-    "user_attributes",
-    "value_of",
-    "without_internals",
-    "wrap",
-]
+__all__ = ["DeferredTensor", "deferred_class", "final_class", "late", "make_parameter"]
+__all__ += ["new_value", "user_attributes", "value_of", "without_internals", "wrap"]
 
 _INTERNAL = frozenset({"_value", "_is_param", "_final_class"})
 # These look at `is_meta` to skip work that a deferred tensor wants recorded.
@@ -253,7 +243,9 @@ def final_class(tensor: Tensor) -> type:
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:
     """Return the Python attributes that a user put on a deferred tensor."""
-    return without_internals(tensor.__dict__)
+    found = without_internals(tensor.__dict__)
+    marked = "_is_param" in tensor.__dict__ and final_class(tensor) is not nn.Parameter
+    return {**found, "_is_param": True} if marked else found  # as torch marks them
 
 
 def without_internals(attributes: dict[str, Any]) -> dict[str, Any]:

@@ -164,3 +164,14 @@ def test_gradients_without_memory_are_left_out_and_named() -> None:
         (text,) = di.materialize(model, "cpu").assumptions
         assert text.startswith("`weight`, `bias`: the gradients that were computed")
         assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_jagged_tensor_on_meta_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = nn.Linear(2, 2)
+        rows = [torch.randn(2, 3), torch.randn(4, 3)]
+        model.rows = torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+    with pytest.raises(di.PlanError, match=r"`rows`.*NestedTensor"):
+        di.materialize(model, "cpu", seed=0)
