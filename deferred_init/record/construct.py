@@ -18,7 +18,7 @@ from deferred_init.record.mode import RecordOperations
 from deferred_init.record.patches import Patches, active
 from deferred_init.record.paused import index_of
 from deferred_init.record.places import remember_places
-from deferred_init.record.problems import RecordError
+from deferred_init.record.problems import RecordError, no_such_subclass
 from deferred_init.record.starts import began_there, remember_start
 from deferred_init.record.tensor import DeferredTensor, value_of
 from deferred_init.record.watch import GeneratorWatch
@@ -109,6 +109,11 @@ def _record(
     try:
         with Patches(), _Recorder(recording).modes():
             result = fn(*args, **kwargs)
+    except RuntimeError as error:
+        explained = no_such_subclass(error)
+        if explained is None:
+            raise
+        raise explained from error
     finally:
         recording.active, recording.autocast = False, ()
         recording.watch.close()

@@ -21,7 +21,6 @@ from deferred_init.record.append import Draw
 from deferred_init.record.external import external_classes, stand_aside
 from deferred_init.record.fills import record_fill
 from deferred_init.record.paused import plain_torch
-from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.tensor import DeferredTensor, final_class, make_parameter
 
 __all__ = ["Patches", "active"]
@@ -48,7 +47,6 @@ _trunc_normal = torch.nn.init._no_grad_trunc_normal_
 _rebuild_tensor = torch._utils._rebuild_tensor
 _lazy_mixin: Any = vars(parameter)["UninitializedTensorMixin"]
 _lazy_materialize = _lazy_mixin.materialize
-_subclass_of = torch.Tensor._make_subclass
 _storage_copy = torch.UntypedStorage.copy_
 _initial_seed = torch.initial_seed
 _thread_start = threading.Thread.start
@@ -120,21 +118,6 @@ def _rebuild(*args: Any, **kwargs: Any) -> Any:
         return _rebuild_tensor(*args, **kwargs)  # type: ignore[no-untyped-call]
 
 
-def _make_subclass(cls: type, data: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Stand in for `Tensor._make_subclass`, which makes another class of a tensor.
-
-    What such a class does when it is moved or computed with, as those of bitsandbytes
-    that quantize in `to`, is its own affair, and not known to a recording.
-    """
-    if isinstance(data, DeferredTensor) and not issubclass(cls, DeferredTensor):
-        raise RecordError(
-            f"`{cls.__name__}` at {user_line()} is made of a tensor that is recorded "
-            "and has no memory yet: materialize the model first, then convert it, or "
-            "build it on meta and pass `weights=`"
-        )
-    return _subclass_of(cls, data, *args, **kwargs)
-
-
 def _copy_storage(storage: Any, *args: Any, **kwargs: Any) -> Any:
     """Stand in for `UntypedStorage.copy_`, which makes tensors of the storages."""
     with plain_torch():
@@ -192,8 +175,6 @@ class Patches:
             _set(init, "_no_grad_trunc_normal_", _truncated_normal, _trunc_normal)
             _set(torch._utils, "_rebuild_tensor", _rebuild, _rebuild_tensor)
             _set(torch.UntypedStorage, "copy_", _copy_storage, _storage_copy)
-            subclass = staticmethod(_make_subclass)
-            _set(torch.Tensor, "_make_subclass", subclass, _subclass_of)
             for owner in (torch, torch.random):
                 _set(owner, "initial_seed", _seed_seen, _initial_seed)
             _set(threading.Thread, "start", _start, _thread_start)

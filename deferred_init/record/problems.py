@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import sys
+import traceback
 
 from deferred_init.errors import DeferredInitError
 
-__all__ = ["RecordError", "ReplayError", "user_line"]
+__all__ = ["RecordError", "ReplayError", "no_such_subclass", "user_line"]
+
+_OTHER_CLASS = re.compile(r"Creating a new Tensor subclass (\S+) but the raw Tensor")
 
 
 class RecordError(DeferredInitError):
@@ -31,3 +35,23 @@ def user_line() -> str:
             break
         frame = frame.f_back
     return "unknown line"
+
+
+def no_such_subclass(error: RuntimeError) -> RecordError | None:
+    """Explain why torch makes no tensor of another class of one that is recorded.
+
+    What such a class does when it is moved or computed with, as those of bitsandbytes
+    that quantize in `to`, is its own affair, and not known to a recording.
+
+    Returns:
+        None if the error is about something else.
+    """
+    found = _OTHER_CLASS.match(str(error))
+    if found is None:
+        return None
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return RecordError(
+        f"`{found[1]}` at {last.filename}:{last.lineno} is made of a tensor that is "
+        "recorded and has no memory yet: materialize the model first, then convert it, "
+        "or build it on meta and pass `weights=`"
+    )

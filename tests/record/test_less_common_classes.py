@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -187,3 +189,23 @@ def test_8_bit_weights_of_bitsandbytes_are_refused_by_name() -> None:
 
     with pytest.raises(RecordError, match="Int8Params"):
         di.deferred_init(bitsandbytes.nn.Linear8bitLt, 8, 8, has_fp16_weights=False)
+
+
+_IMPORTS = """
+import torch
+import deferred_init as di
+
+def build():
+    import torch._dynamo
+    return torch.nn.Linear(2, 2)
+
+model = di.deferred_init(build)
+di.materialize(model, "cpu", seed=0)
+compiled = torch.compile(model, backend="eager", fullgraph=True)
+assert torch.equal(compiled(torch.ones(2)), model(torch.ones(2)))
+"""
+
+
+def test_a_constructor_may_import_the_compiler() -> None:
+    # It compares torch's functions with its own, so that they must be torch's.
+    subprocess.run([sys.executable, "-c", _IMPORTS], check=True)
