@@ -229,6 +229,65 @@ def test_where_a_swap_is_impossible_every_holder_is_rebound_and_reported() -> No
     assert any("rebound holders[0][0]" in note for note in report.notes)
 
 
+def test_a_new_object_carries_over_what_the_old_one_carried() -> None:
+    model = Replaces()
+    model.weight.tag = "kept"
+    di.materialize(model, "cpu")
+    assert type(model.weight) is Slotted
+    assert model.weight.tag == "kept"
+
+
+def _fail(tensor: torch.Tensor) -> None:
+    raise RuntimeError("too late")
+
+
+def test_where_a_swap_is_impossible_a_failure_brings_back_the_old_object(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(Replaces(), nn.LayerNorm(2, device="meta"))
+    weight = model[0].weight
+    model.listed = [weight]
+    monkeypatch.setattr(nn.init, "ones_", _fail)
+    with pytest.raises(di.MaterializeError, match="too late"):
+        di.materialize(model, "cpu")
+    assert model[0].weight is weight is model.listed[0]
+    assert weight.is_meta
+
+
+class Wraps(nn.Module):
+    """Its own init wraps what it has in a new Parameter, and marks one with memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(2, device="meta"))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        self.weight = nn.Parameter(self.weight.detach().fill_(1))
+        if self.weight.device.type == "cpu":
+            self.weight.mark = "made"
+
+
+def test_marks_on_a_wrapped_parameter_stay() -> None:
+    model = Wraps()
+    weight = model.weight
+    di.materialize(model, "cpu")
+    assert model.weight is weight
+    assert weight.mark == "made"
+
+
+def test_marks_on_a_wrapped_parameter_are_undone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = nn.Sequential(Wraps(), nn.LayerNorm(2, device="meta"))
+    weight = model[0].weight
+    monkeypatch.setattr(nn.init, "ones_", _fail)
+    with pytest.raises(di.MaterializeError, match="too late"):
+        di.materialize(model, "cpu")
+    assert model[0].weight is weight
+    assert not hasattr(weight, "mark")
+
+
 def test_dtype_casts_as_module_to_would_after_eager_construction() -> None:
     expected = _eager().to(torch.bfloat16)
     model = Tied("meta")

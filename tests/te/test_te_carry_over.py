@@ -249,3 +249,18 @@ def test_learning_rates_of_several_groups_that_went_to_meta_are_refused(
     for group in optimizer.param_groups:
         group["lr"] = torch.tensor(0.25)
     assert di.audit(model, optimizers=[optimizer]).ok
+
+
+@pytest.mark.parametrize("rng", ["by_name", "eager"])
+@pytest.mark.parametrize("parallel_mode", ["column", None])
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_parts_of_a_weight_drawn_by_name_are_named(
+    te: Any, rng: str, parallel_mode: str | None, tp_size: int
+) -> None:
+    layer = te.Linear(
+        8, 16, parallel_mode=parallel_mode, tp_size=tp_size, device="meta"
+    )
+    report = di.materialize(layer, "cpu", seed=1, rng=rng)
+    said = [text for text in report.assumptions if "the same part" in text]
+    alike = rng == "by_name" and parallel_mode == "column" and tp_size == 2
+    assert len(said) == alike
