@@ -69,6 +69,14 @@ class DeferredTensor(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     __records_operations__ = True
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make one of the class that it stands for.
+
+        `accelerate.init_empty_weights` calls `type(parameter)(data, **attributes)`.
+        """
+        final = _stands_for(cls, "_is_param" in kwargs)
+        return final(*args, **without_internals(kwargs))
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
@@ -233,12 +241,13 @@ def deferred_class(final: type) -> type[DeferredTensor]:
 
 def final_class(tensor: Tensor) -> type:
     """Return the class that a deferred tensor has when it is real."""
-    for base in type(tensor).__mro__:
-        if not issubclass(base, DeferredTensor):
-            if base is Tensor and "_is_param" in tensor.__dict__:
-                return nn.Parameter
-            return base
-    raise AssertionError("a deferred tensor class always derives from Tensor")
+    return _stands_for(type(tensor), "_is_param" in tensor.__dict__)
+
+
+def _stands_for(deferred: type, is_param: bool) -> type:
+    """Return the class that a class of deferred tensors stands for."""
+    final = next(b for b in deferred.__mro__ if not issubclass(b, DeferredTensor))
+    return nn.Parameter if final is Tensor and is_param else final
 
 
 def user_attributes(tensor: Tensor) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import subprocess
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -189,6 +190,40 @@ def test_8_bit_weights_of_bitsandbytes_are_refused_by_name() -> None:
 
     with pytest.raises(RecordError, match="Int8Params"):
         di.deferred_init(bitsandbytes.nn.Linear8bitLt, 8, 8, has_fp16_weights=False)
+
+
+def _empty_weights_by_hand(layer: nn.Module) -> nn.Module:
+    for name, param in layer._parameters.items():
+        assert param is not None
+        options = {**vars(param), "requires_grad": param.requires_grad}
+        layer._parameters[name] = type(param)(param.to("meta"), **options)
+    return layer
+
+
+def _empty_by_hand() -> nn.Module:
+    layers = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    return layers.apply(_empty_weights_by_hand)
+
+
+def _empty_by_accelerate() -> nn.Module:
+    accelerate = pytest.importorskip("accelerate")
+    with accelerate.init_empty_weights():
+        return nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+
+
+@pytest.mark.parametrize("build", [_empty_by_hand, _empty_by_accelerate])
+def test_weights_that_a_constructor_empties_are_made_as_those_on_meta(
+    build: Callable[[], nn.Module],
+) -> None:
+    torch.manual_seed(0)
+    eager = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 3))
+    model = di.deferred_init(build)
+    assert {type(param) for param in model.parameters()} == {nn.Parameter}
+    assert not any(vars(param) for param in model.parameters())
+    di.materialize(model, "cpu", seed=0)
+    for made, expected in zip(model.parameters(), eager.parameters(), strict=True):
+        assert made.requires_grad
+        assert torch.equal(made, expected)
 
 
 _IMPORTS = """
