@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
@@ -20,11 +19,10 @@ __all__ = [
     "has_deferred",
     "has_own_dispatch",
     "is_deferred",
+    "is_recorded",
     "is_sharded",
     "same_elements",
     "storage_key",
-    "view_like",
-    "with_bits_of",
 ]
 
 BARE_TYPES = frozenset({Tensor, nn.Parameter})
@@ -35,12 +33,17 @@ def is_deferred(tensor: Tensor) -> bool:
     """Tell whether a tensor has no memory: meta, recorded, fake, or still lazy."""
     if type(tensor) in BARE_TYPES:  # the rule; neither lazy nor fake
         return tensor.is_meta
-    if hasattr(type(tensor), "__records_operations__"):
+    if is_recorded(tensor):
         return bool(tensor.lacks_memory)  # type: ignore[attr-defined]
     if tensor.is_meta or is_lazy(tensor):
         return True
     fake = sys.modules.get("torch._subclasses.fake_tensor")
     return fake is not None and isinstance(tensor, fake.FakeTensor)
+
+
+def is_recorded(tensor: Tensor) -> bool:
+    """Tell whether a tensor belongs to a recording, see `record/tensor.py`."""
+    return hasattr(type(tensor), "__records_operations__")
 
 
 def has_deferred(models: Iterable[nn.Module]) -> bool:
@@ -150,7 +153,7 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
 
     Recorded tensors know their own writers and are left out.
     """
-    if hasattr(type(one), "__records_operations__"):
+    if is_recorded(one):
         return False
     return (
         one.dtype == other.dtype
@@ -158,41 +161,6 @@ def same_elements(one: Tensor, other: Tensor) -> bool:
         and one.stride() == other.stride()
         and one.storage_offset() == other.storage_offset()
     )
-
-
-def view_like(like: Tensor, base: Tensor) -> Tensor | None:
-    """Rebuild a view on another base, with autograd's view relation.
-
-    Args:
-        like: A view, of which the geometry, the dtype and whether it is conjugated or
-            negated count.
-        base: A dense tensor whose storage it shall share.
-
-    Returns:
-        None if the two dtypes are no complex one and its real one; torch has no
-        gradient through such views.
-    """
-    size, stride, offset = like.size(), like.stride(), like.storage_offset()
-    if base.is_conj():  # a view of a view, and the two undo each other
-        base = base.conj()
-    if base.dtype == like.dtype:
-        made = base.as_strided(size, stride, offset)
-    elif base.is_complex() and base.dtype.to_real() == like.dtype:
-        made = torch.view_as_real(base).as_strided(size, stride, offset)
-    elif like.is_complex() and like.dtype.to_real() == base.dtype:
-        doubled = [2 * each for each in stride]
-        pairs = base.as_strided((*size, 2), (*doubled, 1), 2 * offset)
-        made = torch.view_as_complex(pairs)
-    else:
-        return None
-    return with_bits_of(like, made)
-
-
-def with_bits_of(like: Tensor, data: Tensor) -> Tensor:
-    """Return a view that is conjugated and negated exactly if another tensor is."""
-    if like.is_conj() != data.is_conj():
-        data = data.conj()
-    return torch._neg_view(data) if like.is_neg() != data.is_neg() else data
 
 
 def _covers_storage(tensor: Tensor) -> bool:

@@ -14,14 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import is_sharded
+from deferred_init.aliases import is_recorded, is_sharded
 
 __all__ = ["hollow"]
 
 
 def hollow(tensor: Tensor) -> Tensor:
     """Return a hollow tensor; over the same meta storage if there is one."""
-    if hasattr(type(tensor), "__records_operations__"):
+    if is_recorded(tensor):
         # Its own class would record what init code is only tried with.
         data = torch.empty(0, dtype=tensor.dtype, device="meta").set_(
             tensor.untyped_storage(),

@@ -5,9 +5,9 @@ and plain objects that modules hold, and finds modules that are kept in such
 containers and that `named_modules()` therefore never shows.
 
 [Note: Asking for an id]
-`id` raises an audit event. Once a program has an audit hook written in Python, and
-`filelock`, which transformers imports, adds one, each call takes ten times as long. So
-what is looked at again and again, as tensors in slots are, is asked once.
+`id` raises an audit event. Where a program has an audit hook written in Python, such as
+that of `filelock`, each call takes ten times as long. So what is looked at again and
+again, as tensors in slots are, is asked once.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deferred_init.aliases import BARE_TYPES
+from deferred_init.aliases import BARE_TYPES, is_recorded
 from deferred_init.record.paused import no_dispatch
 
 __all__ = ["exchange", "outside_use", "swap_obstacle", "take_over"]
@@ -64,8 +64,7 @@ def outside_use(tensor: Tensor, *, known_views: int = 0) -> str | None:
 
 def _unrecorded(tensor: Tensor) -> AbstractContextManager[object]:
     """Keep a look at a tensor out of its recording, which would grow by it."""
-    records = getattr(type(tensor), "__records_operations__", False)
-    return no_dispatch() if records else nullcontext()
+    return no_dispatch() if is_recorded(tensor) else nullcontext()
 
 
 def exchange(

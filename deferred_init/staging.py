@@ -238,7 +238,7 @@ def keeps_nothing(step: Step) -> bool:
     """
     made = {slot.tensor_id for slot in step.claim.slots}
     own = step.site.slots
-    if not made or step.claim.rewrites or any(id(s.tensor) not in made for s in own):
+    if not made or step.claim.rewrites or any(s.tensor_id not in made for s in own):
         return False
     return all(
         (allocator := staged_allocator(slot.tensor)) is not None

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from deferred_init.aliases import is_recorded
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Step
 from deferred_init.slots import Inventory, Slot
@@ -102,7 +103,7 @@ def _expected(steps: Sequence[Step]) -> Iterator[tuple[Slot, int]]:
     for step in steps:
         claim = step.claim
         for slot in (*claim.slots, *claim.rewrites):
-            if hasattr(type(slot.tensor), "__records_operations__"):
+            if is_recorded(slot.tensor):
                 continue
             key = slot.tensor_id
             if claim.num_writes is not None:
@@ -137,7 +138,7 @@ def _made_by_torch(steps: Sequence[Step]) -> Iterator[Slot]:
     for step in steps:
         if step.initializer.name == _TORCH:
             for slot in step.claim.slots:
-                if not hasattr(type(slot.tensor), "__records_operations__"):
+                if not is_recorded(slot.tensor):
                     yield slot
 
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from deferred_init.aliases import BARE_TYPES, StorageGroup, view_like, with_bits_of
+from deferred_init.aliases import BARE_TYPES, StorageGroup
 from deferred_init.distributed.fsdp2 import offload_devices
 from deferred_init.distributed.outcome import all_still_there
 from deferred_init.handlers.plain import dress
@@ -25,6 +25,7 @@ from deferred_init.staged_loan import Fill, Loan
 from deferred_init.staging import Staging, largest_staged_bytes, staged_allocator
 from deferred_init.target_dtype import final_dtype
 from deferred_init.undo import ModuleSnapshot, UndoLog
+from deferred_init.views import view_like, with_bits_of
 
 __all__ = ["ExecutionWorkspace"]
 

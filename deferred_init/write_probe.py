@@ -86,7 +86,7 @@ def likeness(site: ModuleSite) -> Hashable | None:
     None where that cannot be told: for modules with children, or with attributes
     other than numbers, strings and tensors of their own.
     """
-    if site.children or len({id(s.tensor) for s in site.slots}) != len(site.slots):
+    if site.children or len({s.tensor_id for s in site.slots}) != len(site.slots):
         return None
     module = site.module
     held = vars(module).items()
@@ -129,8 +129,8 @@ def _probe(
     slots = list(_unique(site))
     memo: dict[int, Any] = {}
     twin = stand_in(site, memo)
-    before = {id(s.tensor): storage_key(memo[id(s.tensor)]) for s in slots}
-    version = {id(s.tensor): count_of(memo[id(s.tensor)]) for s in slots}
+    before = {s.tensor_id: storage_key(memo[s.tensor_id]) for s in slots}
+    version = {s.tensor_id: count_of(memo[s.tensor_id]) for s in slots}
     generators = GeneratorSnapshot(torch.device("cpu"))
     try:
         with warnings.catch_warnings(), device, _Probe() as watch:

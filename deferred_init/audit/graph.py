@@ -255,10 +255,11 @@ class _Walk:
             if rest:
                 self._values(rest, owner, prefix, scope)
         if tensor.requires_grad and is_leaf(tensor) and tensor.grad is not None:
-            grad, name = tensor.grad, f"{name}.grad"
+            grad, name_of_grad = tensor.grad, f"{name}.grad"
             self._keep.append(grad)
+            fqn = prefix + name_of_grad
             self.graph.places.append(
-                Place(prefix + name, "gradient", grad, id(grad), owner, name, scope)
+                Place(fqn, "gradient", grad, id(grad), owner, name_of_grad, scope)
             )
 
 

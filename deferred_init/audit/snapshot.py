@@ -28,6 +28,7 @@ __all__ = [
     "geometry",
     "shares_of",
     "take_snapshot",
+    "tensor_hooks",
 ]
 
 TENSOR_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")

@@ -76,7 +76,7 @@ def receiving_plan(
     steps: list[Step] = []
     seen: set[int] = set()
     for site in inventory.sites():
-        slots = [s for s in site.slots if s.deferred and id(s.tensor) not in seen]
+        slots = [s for s in site.slots if s.deferred and s.tensor_id not in seen]
         if not slots:
             continue
         seen.update(slot.tensor_id for slot in slots)

@@ -74,7 +74,7 @@ class CheckpointInitializer:
         self._weights = weights
         self._options = options or EngineOptions()
         self.matches: Matches = match_weights(weights, find_targets(inventory, request))
-        loaded = {id(load.target.slot.tensor) for load in self.matches.loads}
+        loaded = {load.target.slot.tensor_id for load in self.matches.loads}
         rest = [slot for slot in inventory.deferred if slot.tensor_id not in loaded]
         self.draws_all = request.rng == "eager" and rest_is_random(rest)
         self._loads: dict[int, list[Load]] = {}
@@ -144,9 +144,7 @@ class CheckpointInitializer:
 
 
 def _problems_with_joined(loads: Sequence[Load], joined: Set[int]) -> tuple[str, ...]:
-    names = [
-        load.target.name for load in loads if id(load.target.slot.tensor) in joined
-    ]
+    names = [load.target.name for load in loads if load.target.slot.tensor_id in joined]
     if not names:
         return ()
     return (
@@ -160,9 +158,7 @@ def _problems_with_joined(loads: Sequence[Load], joined: Set[int]) -> tuple[str,
 def _problems_with_shards(
     loads: Sequence[Load], quantized: Set[int]
 ) -> tuple[str, ...]:
-    targets = [
-        load.target for load in loads if id(load.target.slot.tensor) in quantized
-    ]
+    targets = [load.target for load in loads if load.target.slot.tensor_id in quantized]
     names = [each.name for each in targets if is_sharded(each.slot.tensor)]
     if not names:
         return ()

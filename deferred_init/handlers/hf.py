@@ -218,9 +218,9 @@ def _tie_again(site: ModuleSite, real: set[int], workspace: Workspace) -> None:
     for one, other in _ties(site):
         if one.read() is other.read():
             continue
-        if id(one.tensor) in real:
+        if one.tensor_id in real:
             one, other = other, one
-        if id(one.tensor) not in real and one.tensor.shape == other.tensor.shape:
+        if one.tensor_id not in real and one.tensor.shape == other.tensor.shape:
             tie_again(one, other, workspace)
 
 

@@ -101,7 +101,7 @@ class HFConstructor:
         with no_function_modes():
             slots = _slots(site)
             claimed = {slot.tensor_id for slot in step.claim.slots}
-            stray = {id(s.tensor) for s in step.claim.slots if not s.deferred}
+            stray = {s.tensor_id for s in step.claim.slots if not s.deferred}
             one_by_one = _one_by_one(step.claim.slots, slots, workspace.request)
 
         def give(slot: Slot, tensor: Tensor) -> None:

@@ -129,7 +129,7 @@ class Destinations:
 
     def _existing(self, load: Load, tensor: Tensor) -> Destination:
         """Use memory that the tensor has."""
-        shared = self._inventory.groups[id(load.target.slot.tensor)].shared
+        shared = self._inventory.groups[load.target.slot.tensor_id].shared
         local = getattr(tensor, "_local_tensor", None)
         if local is not None:
             return Destination(memory=local.detach(), region=_region(tensor))

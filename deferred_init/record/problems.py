@@ -10,7 +10,10 @@ from deferred_init.errors import DeferredInitError
 
 __all__ = ["RecordError", "ReplayError", "no_such_subclass", "user_line"]
 
-_OTHER_CLASS = re.compile(r"Creating a new Tensor subclass (\S+) but the raw Tensor")
+_OTHER_CLASS = re.compile(
+    r"Creating a new Tensor subclass (\S+) but the raw Tensor object is already "
+    r"associated to a python object of type Deferred"
+)
 
 
 class RecordError(DeferredInitError):

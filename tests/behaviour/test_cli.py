@@ -131,7 +131,7 @@ def test_an_unknown_recipe_is_exit_code_1_with_the_nearest_name(
     )
 
 
-def test_an_error_with_json_isprinted_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_with_json_is_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["recipes", "gpt3", "--json"]) == 1
     answer = printed_json(capsys)
     assert answer["ok"] is False

@@ -254,13 +254,8 @@ def test_where_a_swap_is_impossible_a_failure_brings_back_the_old_object(
     assert weight.is_meta
 
 
-class Wraps(nn.Module):
+class Wraps(Replaces):
     """Its own init wraps what it has in a new Parameter, and marks one with memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(2, device="meta"))
-        self.reset_parameters()
 
     def reset_parameters(self) -> None:
         self.weight = nn.Parameter(self.weight.detach().fill_(1))
