@@ -15,10 +15,15 @@ from weakref import WeakKeyDictionary
 
 from torch import nn
 
-__all__ = ["by_type", "calls_of", "calls_twice", "constructors", "draws_of"]
-__all__ += ["forget_changed", "init_methods", "writes_of"]
+__all__ = ["INIT_METHODS", "by_type", "calls_of", "calls_twice", "constructors"]
+__all__ += ["draws_of", "forget_changed", "init_methods", "writes_of"]
 
-_METHODS = ("reset_parameters", "_reset_parameters", "init_weights", "_init_weights")
+INIT_METHODS = (
+    "reset_parameters",
+    "_reset_parameters",
+    "init_weights",
+    "_init_weights",
+)
 # Their code belongs to frameworks that have initializers of their own.
 _FOREIGN = ("torch.", "transformers.modeling_utils", "transformer_engine.")
 _MAX_DECORATORS = 16
@@ -89,7 +94,7 @@ def init_methods(module_type: type) -> tuple[tuple[str, ...], bool]:
     The methods that a constructor of the class calls, in the order of the calls;
     if it calls none, the first that there is, which is then not certain.
     """
-    found = tuple(name for name in _METHODS if _is_own_method(module_type, name))
+    found = tuple(name for name in INIT_METHODS if _is_own_method(module_type, name))
     called = tuple(name for name in calls_of(module_type) if name in found)
     return (called, True) if called else (found[:1], False)
 
@@ -176,7 +181,7 @@ def _collect(
             method = getattr(method, "__func__", method)
             if (
                 isinstance(method, types.FunctionType)
-                and name not in _METHODS
+                and name not in INIT_METHODS
                 and not _is_in(method, "torch.nn.modules.module")
             ):
                 _collect(method, module_type, seen, done)

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import is_recorded
 from deferred_init.handlers.plain import dress
 from deferred_init.handlers.protocol import Step
+from deferred_init.handlers.registry import allocator_for
 from deferred_init.hot_loans import HotLoans
 from deferred_init.rebind import take_over
 from deferred_init.record.paused import no_function_modes
@@ -165,6 +167,9 @@ def _scratch_like(tensor: Tensor, device: torch.device, *, copy: bool) -> Tensor
     """Return memory of the same geometry; with the values where they were real."""
     if copy and not tensor.is_meta:
         return dress(tensor, tensor.detach().clone())
+    allocator = allocator_for(tensor)
+    if is_recorded(tensor) and allocator is not None:
+        return allocator.empty_like(tensor, device)
     data = torch.empty_strided(
         tensor.size(), tensor.stride(), dtype=tensor.dtype, device=device
     )

@@ -13,17 +13,14 @@ from deferred_init.constructor_names import forget_changed
 from deferred_init.errors import PlanError
 from deferred_init.forecast import peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
-from deferred_init.handlers.protocol import (
-    Claim,
-    Initializer,
-    Request,
-    knows_trees,
-)
+from deferred_init.handlers.protocol import Claim, Initializer, Request, knows_trees
 from deferred_init.handlers.registry import (
+    construction_order,
     has_user_rule,
     initializers_for,
     last_initializers,
 )
+from deferred_init.left_out_draws import left_out_assumptions
 from deferred_init.order_assumptions import order_assumptions, tree_assumptions
 from deferred_init.ordering import ordered_steps
 from deferred_init.plan import Plan
@@ -94,6 +91,7 @@ def make_plan(
             *order_assumptions(steps),
             *tree_assumptions(steps, inventory),
             *value_assumptions(steps, inventory, deferred),
+            *left_out_assumptions(steps, request.rng),
         ),
         final_bytes=final_bytes,
         scratch_bytes=peak_of(steps, inventory, request)[0] - final_bytes,
@@ -219,6 +217,8 @@ class _Claims:
 
     def _is_settled(self, site: ModuleSite, deferred: Sequence[Slot]) -> bool:
         """Whether nothing at or below a module is open to ordinary initializers."""
+        if construction_order(site.module) is not None:
+            return False  # left to itself: it draws also where all of it is tied
         for slot in deferred:
             if slot.tensor_id not in self._settled:
                 return False

@@ -26,6 +26,7 @@ from deferred_init.slots import ModuleSite, Slot, SlotKind
 from deferred_init.te.claims import claim_of_method
 from deferred_init.te.fusers import FuserRefresher
 from deferred_init.te.grouped import adopt_or_merge, is_grouped, lend_scratch
+from deferred_init.te.op_parameters import MAKERS, makes
 from deferred_init.te.quantization import Choice, choose, whole_bytes
 from deferred_init.te.recipe_state import (
     is_recipe_state,
@@ -197,7 +198,7 @@ def _init_context(op: Any) -> AbstractContextManager[object]:
 
 def _makers(kind: type) -> list[Any]:
     """Return the functions of a class that make its parameters."""
-    found = [getattr(kind, name, None) for name in (_HOOK, "reset_parameters")]
+    found = [getattr(kind, name, None) for name in MAKERS]
     return [function for function in found if function is not None]
 
 
@@ -265,7 +266,9 @@ def _parameters(step: Step) -> list[Slot]:
 
 
 def _is_mine(slot: Slot) -> bool:
-    return slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER) or is_recipe_state(slot)
+    if slot.kind in (SlotKind.PARAMETER, SlotKind.BUFFER):
+        return makes(type(slot.owner), slot.name)
+    return is_recipe_state(slot)
 
 
 def _is_weight(slot: Slot) -> bool:

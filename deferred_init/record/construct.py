@@ -123,6 +123,7 @@ def _record(
     remember_start(recording)
     recording.set_result(result)
     recording.external.clear()
+    recording.external_storages.clear()
     remember_places(recording, result)
     return result
 

@@ -42,6 +42,10 @@ class Recording:
             on where a wrapper replaces the tensor.
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
+        external_storages: The keys of their storages.
+        marks: The places where somebody else initializes something, in order.
+        marked_kinds: The classes of their payloads, by index.
+        left_out: Operations on their parameters, which no replay repeats, as text.
         borrowed: Storages of real tensors over memory that is not torch's.
         began_as_another: Whether a recording that is not replayed yet began with the
             same state of the CPU's default generator.
@@ -75,6 +79,10 @@ class Recording:
             WeakKeyDictionary()
         )
         self.external: dict[int, Tensor] = {}
+        self.external_storages: set[int | None] = set()
+        self.marks: list[Mark] = []
+        self.marked_kinds: dict[int, type] = {}
+        self.left_out: dict[str, None] = {}
 
     def set_result(self, result: Any) -> None:
         """Remember what the constructor returned, without keeping it alive."""
@@ -90,16 +98,13 @@ class Recording:
             return value is not None and value is self._result
         return isinstance(self._result, weakref.ref) and self._result() is obj
 
-    @property
-    def marks(self) -> list[Mark]:
-        """The places where somebody else initializes something, in order."""
-        return [node for node in self.nodes if isinstance(node, Mark)]
-
     def mark(self, payload: Any) -> Mark:
         """Append a mark: `payload` is initialized by others at this place."""
         with self.lock:
             node = Mark(len(self.nodes), payload)
             self.nodes.append(node)
+            self.marks.append(node)
+            self.marked_kinds[node.index] = type(payload)
         return node
 
     def start_from_here(self, device: torch.device) -> Callable[[], None]:

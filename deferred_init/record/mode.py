@@ -18,6 +18,7 @@ from torch import Tensor
 from deferred_init.dispatch import DispatchMode
 from deferred_init.record import ops
 from deferred_init.record.capture import constant
+from deferred_init.record.external import CASTS, note_cast, note_left_out
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import Place
 from deferred_init.record.paused import in_fake_mode, no_dispatch
@@ -47,9 +48,12 @@ class RecordOperations(DispatchMode):
 
     def _handle(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """Record one operation, or run it if it only concerns real tensors."""
-        if any(issubclass(kind, DeferredTensor) for kind in types):
+        left = self.recording.external_storages
+        if not left and any(issubclass(kind, DeferredTensor) for kind in types):
             return ops.record(self.recording, func, args, kwargs, self.place)
         found = [*tensors_in(args), *tensors_in(tuple(kwargs.values()))]
+        if left:
+            note_left_out(self.recording, func, found)
         if any(isinstance(tensor, DeferredTensor) for tensor in found):
             return ops.record(self.recording, func, args, kwargs, self.place)
         if in_fake_mode():
@@ -85,7 +89,10 @@ class RecordOperations(DispatchMode):
         if self.place is not None and op_info(func).has_device:
             return ops.record(self.recording, func, args, kwargs, self.place)
         if any(tensor.device == _META for tensor in found):
-            return func(*args, **kwargs)
+            result = func(*args, **kwargs)
+            if func in CASTS:
+                note_cast(self.recording, found, result)
+            return result
         device = kwargs.get("device")
         if device is not None and device.type not in ("cpu", "meta"):
             place = Place(self.normal(device))

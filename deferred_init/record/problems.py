@@ -24,7 +24,7 @@ class ReplayError(DeferredInitError):
     """A recorded operation cannot be replayed as it was recorded."""
 
 
-_NOT_THE_USERS = ("torch", "deferred_init")
+_NOT_THE_USERS = ("torch", "deferred_init", "copy")
 
 
 def user_line() -> str:

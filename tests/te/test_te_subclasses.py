@@ -159,3 +159,70 @@ def test_a_parameter_that_a_subclass_adds_is_made_by_its_own_method(
     model = Filled("meta")
     di.materialize(model, "cpu", seed=0)
     assert bool((model.scale == 3).all())
+
+
+def _widened(te: Any) -> Any:
+    class Widened(te.ops.BasicLinear):  # type: ignore[misc,name-defined]
+        def __init__(self, device: Any) -> None:
+            super().__init__(8, 8, device=device)
+            self.scale = nn.Parameter(torch.full((8,), 3.0, device=device))
+            self.register_buffer("steps", torch.arange(4.0, device=device))
+
+    return Widened
+
+
+def test_what_a_subclass_adds_to_an_op_is_refused_and_not_left_as_found(
+    te: Any,
+) -> None:
+    model = nn.Sequential(_widened(te)("meta"))
+    with pytest.raises(di.PlanError, match="2 tensors have no initializer") as found:
+        di.materialize(model, "cpu")
+    assert "`0.scale` (parameter of `Widened`)" in str(found.value)
+    assert "`0.steps` (buffer of `Widened`)" in str(found.value)
+
+
+def test_what_a_subclass_adds_to_an_op_is_made_by_the_method_that_names_it(
+    te: Any,
+) -> None:
+    class Named(_widened(te)):  # type: ignore[misc]
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            if "scale" in self._parameters:
+                self._more()
+
+        @torch.no_grad()
+        def _more(self) -> None:
+            nn.init.uniform_(self.scale)
+            self.steps.zero_()
+
+    class Below(Named):
+        def __init__(self, device: Any) -> None:
+            super().__init__(device)
+            if device == "cpu":
+                self.reset_parameters()
+
+    model = Below("meta")
+    di.materialize(model, "cpu", seed=0)
+    assert bool((model.steps == 0).all())
+    torch.manual_seed(0)
+    twin = Named("cpu")
+    assert torch.equal(model.weight, twin.weight)
+    assert bool(((model.scale >= 0) & (model.scale <= 1)).all())
+
+
+def test_a_method_of_an_op_that_goes_through_all_parameters_makes_all(
+    te: Any,
+) -> None:
+    class All(_widened(te)):  # type: ignore[misc]
+        def __init__(self, device: Any) -> None:
+            super().__init__(device)
+            del self.steps
+
+        def reset_parameters(self) -> None:
+            super().reset_parameters()
+            for param in self.parameters():
+                nn.init.constant_(param, 2.0)
+
+    model = All("meta")
+    di.materialize(model, "cpu", seed=0)
+    assert all(bool((param == 2).all()) for param in model.parameters())
