@@ -25,7 +25,12 @@ from deferred_init.record.paused import without_default_device
 __all__ = ["KeptInitRecords", "has_record", "init_context", "is_of_te", "record_of"]
 __all__ += ["only_known_init_functions", "remember_init_records"]
 
-_NAMES = re.compile(r"(layer_norm_|fc1_|fc2_)?(weight|bias)\d*")
+_NAMES = re.compile(r"(layer_norm_|fc1_|fc2_)?(?:weight|bias)(\d*)")
+_PARTS = {
+    "layer_norm_": {"LayerNormLinear", "LayerNormMLP"},
+    "fc1_": {"LayerNormMLP"},
+    "fc2_": {"LayerNormMLP"},
+}
 _DEFAULT = "init_method_normal.<locals>."
 # Of `torch.nn.init`, those that allocate nothing on the default device.
 _IN_PLACE = frozenset(
@@ -115,7 +120,14 @@ def is_of_te(module: Any, name: str) -> bool:
         *getattr(module, "weight_names", ()),
         *getattr(module, "bias_names", ()),
     )
-    return name in listed or _NAMES.fullmatch(name) is not None
+    found = _NAMES.fullmatch(name)
+    if name in listed or found is None:
+        return name in listed
+    part, number = found.groups()
+    if number:
+        return not part and int(number) < getattr(module, "num_gemms", 0)
+    kinds = {base.__name__ for base in type(module).__mro__}
+    return not part or not kinds.isdisjoint(_PARTS[part])
 
 
 def _says_how(record: Any) -> bool:

@@ -1,7 +1,7 @@
 """Which parameters and buffers of an op its own methods make.
 
 [Note: What a subclass adds to an op]
-The methods of Transformer Engine's ops make `weight` and `bias`, or numbered ones.
+The methods of Transformer Engine's ops make what they name: `weight`, `bias` or both.
 A user's subclass may register more, and fill it in its constructor; then no method
 makes it, and the memory that it would be lent stays as it was found. So it is claimed
 only where the user's own methods name it, or go through all parameters.
@@ -19,7 +19,8 @@ from deferred_init.constructor_names import by_type
 __all__ = ["MAKERS", "makes"]
 
 MAKERS = ("pre_first_fuser_forward", "reset_parameters")
-_NAMES = re.compile(r"(weight|bias)\d*")
+_NUMBERED = re.compile(r"(weight|bias)\d+")
+_OF_TE = frozenset({"weight", "bias"})
 _ALL = frozenset(
     {"parameters", "named_parameters", "_parameters", "buffers", "named_buffers"}
     | {"_buffers", "getattr", "vars", "__dict__", "state_dict"}
@@ -28,26 +29,34 @@ _ALL = frozenset(
 
 def makes(kind: type, name: str) -> bool:
     """Whether the methods of a class of ops make a parameter or buffer of that name."""
-    if _NAMES.fullmatch(name) is not None or not hasattr(kind, "reset_parameters"):
+    if not hasattr(kind, "reset_parameters"):
         return True  # what a hook alone leaves without memory is noticed
-    named = _named_by_user(kind)
-    return named is None or name in named or not _ALL.isdisjoint(named)
+    named = _named(kind)
+    if named is None or name in named:
+        return True
+    is_grouped = any(base.__name__ == "GroupedLinear" for base in kind.__mro__)
+    return is_grouped and (name in _OF_TE or _NUMBERED.fullmatch(name) is not None)
 
 
 @by_type
-def _named_by_user(kind: type) -> frozenset[str] | None:
-    """Names and strings in the user's methods that make; None if there is no code."""
+def _named(kind: type) -> frozenset[str] | None:
+    """Names and strings in the methods that make; None if any name may be meant."""
     found: set[str] = set()
     done: set[types.CodeType] = set()
     for base in kind.__mro__:
-        if base.__module__.startswith(("transformer_engine.", "torch.")):
-            continue
         for maker in MAKERS:
             function = vars(base).get(maker)
-            if function is not None and not isinstance(function, types.FunctionType):
+            if function is None:
+                continue
+            if not isinstance(function, types.FunctionType):
                 return None
-            if function is not None:
-                _collect(function, kind, found, done)
+            named: set[str] = set()
+            _collect(function, kind, named, done)
+            if base.__module__.startswith("transformer_engine."):
+                named &= _OF_TE
+            elif not _ALL.isdisjoint(named):
+                return None
+            found |= named
     return frozenset(found)
 
 

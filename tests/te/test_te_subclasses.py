@@ -226,3 +226,32 @@ def test_a_method_of_an_op_that_goes_through_all_parameters_makes_all(
     model = All("meta")
     di.materialize(model, "cpu", seed=0)
     assert all(bool((param == 2).all()) for param in model.parameters())
+
+
+def test_an_op_that_makes_a_weight_makes_no_bias_that_a_subclass_adds(te: Any) -> None:
+    class Biased(te.ops.BasicLinear):  # type: ignore[misc,name-defined]
+        def __init__(self, device: Any) -> None:
+            super().__init__(8, 8, device=device)
+            self.bias = nn.Parameter(torch.full((8,), 3.0, device=device))
+
+    with pytest.raises(di.PlanError, match=r"`bias` \(parameter of `Biased`\)"):
+        di.materialize(Biased("meta"), "cpu")
+
+
+@pytest.mark.parametrize("name", ["weight2", "fc1_bias", "layer_norm_weight"])
+def test_a_recorded_parameter_with_a_name_like_transformer_engine_s_draws_nothing(
+    te: Any, name: str
+) -> None:
+    class Wider(te.Linear):  # type: ignore[misc,name-defined]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.register_parameter(name, nn.Parameter(torch.full((8,), 3.0)))
+
+    model = di.deferred_init(Wider, 8, 8)
+    di.materialize(model, "cpu", seed=0)
+    state = torch.get_rng_state()
+    torch.manual_seed(0)
+    twin = Wider(8, 8, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    for key, param in twin.named_parameters():
+        assert torch.equal(model.get_parameter(key), param), key
