@@ -13,12 +13,13 @@ from deferred_init.constructor_names import forget_changed
 from deferred_init.errors import PlanError
 from deferred_init.forecast import peak_of
 from deferred_init.handlers.checkpoint import CheckpointInitializer
-from deferred_init.handlers.protocol import Claim, Initializer, Request, knows_trees
+from deferred_init.handlers.protocol import Claim, Initializer, Request
 from deferred_init.handlers.registry import (
     construction_order,
     has_user_rule,
     initializers_for,
     last_initializers,
+    tree_initializers_for,
 )
 from deferred_init.left_out_draws import left_out_assumptions
 from deferred_init.order_assumptions import order_assumptions, tree_assumptions
@@ -180,14 +181,13 @@ class _Claims:
                 self._covered.update(site.post_order())
 
     def _tree_claim(self, site: ModuleSite) -> tuple[Initializer, Claim] | None:
-        for initializer in initializers_for(type(site.module)):
-            if knows_trees(initializer):
-                claim = initializer.claim_tree(site, self._request)
-                if claim is None:
-                    continue
-                kinds = {type(below.module) for below in site.post_order()}
-                if not any(map(has_user_rule, kinds)):
-                    return initializer, claim
+        for initializer in tree_initializers_for(type(site.module)):
+            claim = initializer.claim_tree(site, self._request)
+            if claim is None:
+                continue
+            kinds = {type(below.module) for below in site.post_order()}
+            if not any(map(has_user_rule, kinds)):
+                return initializer, claim
         return None
 
     def ask(self, site: ModuleSite, deferred: Sequence[Slot]) -> None:

@@ -26,7 +26,9 @@ def parametrizations_of(module: nn.Module) -> nn.ModuleDict | None:
     table, children = held.get(_TABLE), held.get("_modules")
     if not table and isinstance(children, dict):  # those of a script are none
         table = children.get(_TABLE)
-    return table if isinstance(table, nn.ModuleDict) and len(table) > 0 else None
+    if not table:
+        return None
+    return table if isinstance(table, nn.ModuleDict) else None
 
 
 def is_parametrized(module: nn.Module) -> bool:

@@ -19,7 +19,9 @@ from deferred_init.handlers.protocol import (
     Refresher,
     Request,
     Step,
+    TreeInitializer,
     Workspace,
+    knows_trees,
 )
 from deferred_init.slots import ModuleSite, Slot
 
@@ -35,6 +37,7 @@ __all__ = [
     "last_initializers",
     "refreshers",
     "register_initializer",
+    "tree_initializers_for",
     "unregister_initializer",
 ]
 
@@ -47,6 +50,7 @@ _refreshers: list[Refresher] = []
 _order_hints: list[OrderHint] = []
 # What was found for a type; bounded, since it keeps types alive.
 _asked: dict[type, tuple[Initializer, ...]] = {}
+_asked_for_trees: dict[type, tuple[TreeInitializer, ...]] = {}
 _allocator_of: dict[type, Allocator | None] = {}
 _MAX_TYPES = 1024
 
@@ -127,7 +131,7 @@ def register_initializer(
             f"{module_type.__qualname__} already has the registered rule "
             f"{_user_rules[module_type].name!r}; register a subclass instead"
         )
-    _asked.clear()
+    _forget()
     if isinstance(initializer, Initializer):
         _user_rules[module_type] = initializer
     elif callable(initializer):
@@ -140,14 +144,14 @@ def register_initializer(
 def unregister_initializer(module_type: type[nn.Module]) -> None:
     """Remove a registered rule; for tests and interactive work."""
     _user_rules.pop(module_type, None)
-    _asked.clear()
+    _forget()
 
 
 def add_initializer(
     initializer: Initializer, *types: type, first: bool = False, last: bool = False
 ) -> None:
     """Register a built-in initializer, by type or before / after all types."""
-    _asked.clear()
+    _forget()
     if first:
         _first.append(initializer)
     if last:
@@ -181,6 +185,17 @@ def initializers_for(module_type: type) -> tuple[Initializer, ...]:
     if known is None:
         _forget_if_many(_asked)
         known = _asked[module_type] = _find_initializers(module_type)
+    return known
+
+
+def tree_initializers_for(module_type: type) -> tuple[TreeInitializer, ...]:
+    """Return those of the initializers that want to be asked about subtrees."""
+    known = _asked_for_trees.get(module_type)
+    if known is None:
+        _forget_if_many(_asked_for_trees)
+        asked = initializers_for(module_type)
+        known = tuple(one for one in asked if knows_trees(one))
+        _asked_for_trees[module_type] = known
     return known
 
 
@@ -233,6 +248,11 @@ def _find_allocator(tensor_type: type[Tensor]) -> Allocator | None:
         if base in _allocators:
             return _allocators[base]
     return None
+
+
+def _forget() -> None:
+    _asked.clear()
+    _asked_for_trees.clear()
 
 
 def _forget_if_many(known: dict[type, Any]) -> None:

@@ -28,12 +28,12 @@ from deferred_init.handlers.protocol import (
     Request,
     Step,
     Workspace,
-    knows_trees,
 )
 from deferred_init.handlers.registry import (
     add_initializer,
     initializers_for,
     last_initializers,
+    tree_initializers_for,
 )
 from deferred_init.record import value_in_place
 from deferred_init.rng import GeneratorSnapshot
@@ -186,11 +186,10 @@ def _claims_below(
 def _tree_claims(
     site: ModuleSite, request: Request
 ) -> Iterator[tuple[Initializer, Claim]]:
-    for initializer in initializers_for(type(site.module)):
-        if knows_trees(initializer):
-            claim = initializer.claim_tree(site, request)
-            if claim is not None:
-                yield initializer, claim
+    for initializer in tree_initializers_for(type(site.module)):
+        claim = initializer.claim_tree(site, request)
+        if claim is not None:
+            yield initializer, claim
 
 
 def _split(claim: Claim, claimed: set[int]) -> Claim:
