@@ -13,6 +13,7 @@ from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Request
 from deferred_init.handlers.registry import allocator_for
 from deferred_init.rebind import outside_use
+from deferred_init.record.kept_states import is_kept
 from deferred_init.record.tokens import is_token_state
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.tensor_names import names_for
@@ -63,7 +64,9 @@ def kept_tokens(inventory: Inventory) -> list[str]:
     kept = [
         slot.fqn
         for slot in inventory.slots
-        if slot.tensor.dtype is torch.uint8 and is_token_state(slot.tensor)
+        if slot.tensor.dtype is torch.uint8
+        and is_token_state(slot.tensor)
+        and not is_kept(slot.tensor)
     ]
     if not kept:
         return []

@@ -9,6 +9,8 @@ taken over the moment it is ready, so that scratch is freed before the next.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +20,14 @@ from deferred_init.handlers.registry import (
     add_allocator,
     add_initializer,
     add_order_hint,
+    add_refresher,
 )
 from deferred_init.handlers.replays import Replays, known_value, recorded_value
 from deferred_init.record import DeferredTensor, final_class, last_use, place_of
-from deferred_init.slots import ModuleSite, Slot
+from deferred_init.record.kept_states import settle_undrawn, unsettle, waiting
+from deferred_init.slots import Inventory, ModuleSite, Slot
 
-__all__ = ["RecordedAllocator", "RecordedInitializer"]
+__all__ = ["RecordedAllocator", "RecordedInitializer", "SavedStates"]
 
 
 class RecordedInitializer:
@@ -83,6 +87,21 @@ class RecordedAllocator:
         return Tensor._make_subclass(final, data, tensor.requires_grad)
 
 
+class SavedStates:
+    """Settles states that constructors saved, where nothing is replayed.
+
+    See [Note: Saved states are tokens] in `record/kept_states.py`.
+    """
+
+    def refresh(
+        self, inventory: Inventory, holders: Sequence[Any], workspace: Workspace
+    ) -> None:
+        """Bring them where the generators are left: as if nothing had been drawn."""
+        for recording in waiting(site.module for site in inventory.sites()):
+            workspace.on_undo(partial(unsettle, recording))
+            settle_undrawn(recording)
+
+
 def _seed_problems(
     site: ModuleSite, slots: Sequence[Slot], request: Request
 ) -> tuple[str, ...]:
@@ -130,3 +149,4 @@ def _place_hint(module: nn.Module) -> Order | None:
 add_initializer(RecordedInitializer(), first=True)
 add_allocator(RecordedAllocator(), DeferredTensor)
 add_order_hint(_place_hint)
+add_refresher(SavedStates())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from deferred_init.handlers.protocol import Order, Step, Workspace
 from deferred_init.named_seeds import draws_for
 from deferred_init.record import (
     DeferredTensor,
+    Mark,
     Recording,
     Replay,
     Value,
@@ -22,6 +24,8 @@ from deferred_init.record import (
     recompute,
     value_in_place,
 )
+from deferred_init.record.kept_states import unsettle
+from deferred_init.record.trackers import copy_of, put_into
 from deferred_init.slots import Slot
 
 __all__ = ["Replays", "known_value", "recorded_value"]
@@ -69,8 +73,21 @@ class Replays:
             self._finish()
             return
         self._reach(order[0])
-        if order[0] in self._replays:
-            self._run(self._replays[order[0]], order[1])
+        serial, index = order
+        if serial in self._replays:
+            replay = self._replays[serial]
+            self._run(replay, index)
+            node = replay.recording.nodes[index]
+            if isinstance(node, Mark):
+                self._lend(replay, node)
+
+    def _lend(self, replay: Replay, mark: Mark) -> None:
+        """Let the module of a mark find the states of its generators as in eager."""
+        if mark.tracked is not None:
+            tracker = mark.tracked.tracker
+            found = {n: copy_of(state) for n, state in tracker.get_states().items()}
+            self._workspace.on_undo(partial(put_into, tracker, found))
+        replay.lend_states(mark)
 
     def _run(self, replay: Replay, upto: int | None = None) -> None:
         replay.run(upto=upto, on_ready=self._take, on_filled=self._fulfil)
@@ -84,6 +101,7 @@ class Replays:
         while self._waiting and self._waiting[-1][0] <= serial:
             for replay in self._replays.values():
                 self._run(replay)
+                replay.settle_states()  # with which the next one may go on
             number, recording = self._waiting.pop()
             self._replays[number] = self._open(recording, self._members[recording])
         for number, replay in self._replays.items():
@@ -93,6 +111,7 @@ class Replays:
     def _open(self, recording: Recording, members: list[Slot]) -> Replay:
         # By name, a step of which this rank keeps no part was skipped before.
         slots = [slot for slot in members if recorded_value(slot) is not None]
+        self._workspace.on_undo(partial(unsettle, recording))
         if self._request.seed is not None and self._request.rng == "eager":
             self._workspace.on_undo(recording.start_from_here(self._device))
         wanted = [known_value(slot) for slot in slots]

@@ -80,7 +80,7 @@ def _before_draw(
     if generator is not None and not _is_default(generator):
         return stream_of(recording, generator)
     if recording.watch is not None:
-        recording.watch.before_draw()
+        recording.watch.before_draw(device)
     else:
         _after_constructor(recording)
     return recording.stream_on(device)
@@ -98,5 +98,5 @@ def _after_constructor(recording: Recording) -> None:
     seed = torch.default_generator.initial_seed()
     known = seed if is_seeded_state(state, seed) else None
     nodes = recording.nodes
-    nodes.append(Reseed(len(nodes), state, known))
+    nodes.append(Reseed(len(nodes), torch.device("cpu"), state, known))
     recording.cpu_seen = state

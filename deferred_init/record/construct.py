@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from deferred_init.one_at_a_time import generators_alone
 from deferred_init.record.factories import RecordFactories
 from deferred_init.record.graph import Recording
+from deferred_init.record.kept_states import remember_kept, settle_undrawn
 from deferred_init.record.mode import RecordOperations
 from deferred_init.record.patches import Patches, active
 from deferred_init.record.paused import index_of
@@ -106,9 +107,11 @@ def _record(
     recording.watch = GeneratorWatch(recording)
     recording.active = True
     seeds_queued = _queued_cuda_seeds()
+    ended = False
     try:
         with Patches(), _Recorder(recording).modes():
             result = fn(*args, **kwargs)
+        ended = True
     except RuntimeError as error:
         explained = no_such_subclass(error)
         if explained is None:
@@ -120,6 +123,9 @@ def _record(
         _restore_cuda(recording, seeds_queued)
         recording.watch = None
         recording.borrowed.clear()
+        if not ended:
+            settle_undrawn(recording)
+    remember_kept(recording)
     remember_start(recording)
     recording.set_result(result)
     recording.external.clear()

@@ -134,7 +134,13 @@ def _mark(recording: Recording, module: nn.Module) -> None:
     if fresh:
         known.update((id(p), p) for p in fresh)
         recording.external_storages.update(storage_key(p) for p in fresh)
-        _places[module] = (recording, recording.mark(module).index)
+        watch = recording.watch
+        tracked = watch and watch.before_mark(module)
+        mark = recording.mark(module)
+        mark.tracked = tracked
+        _places[module] = (recording, mark.index)
+        if watch:
+            watch.after_mark()
 
 
 def note_cast(recording: Recording, found: list[Tensor], result: Tensor) -> None:

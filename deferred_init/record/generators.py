@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from deferred_init.record.default_generators import default_generator, full_device
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import Reseed, Stream
-from deferred_init.record.paused import index_of
+from deferred_init.record.nodes import GeneratorEvent, Reseed, Stream
 from deferred_init.record.starts import forget_start
 from deferred_init.record.watch import identity
 
-__all__ = ["Generators", "default_generator", "seeded_state"]
+__all__ = ["Generators", "seeded_state"]
 
 
 def seeded_state(generator: torch.Generator, event: Reseed) -> Tensor | None:
     """Return the state that a reseed gives a generator, `None` if it is unaffected."""
-    if generator.device.type == "cpu":
+    if generator.device.type == event.device.type:
         return event.state
     if event.seed is None:
         return None
@@ -74,6 +72,37 @@ class Generators:
         """Return the present states of the same generators."""
         return {generator: generator.get_state() for generator in self.defaults()}
 
+    def concerns(self, event: GeneratorEvent, generator: torch.Generator) -> bool:
+        """Whether an event of the recording is one of a default generator.
+
+        What was done to the CPU's stands for all that were not watched then:
+        `torch.manual_seed` and `fork_rng` reach them all. What was done to that of the
+        device that was constructed for holds for the device of the replay.
+        """
+        recording, device = self._recording, generator.device
+        if device.type == "cpu" or event.device.type == "cpu":
+            if device.type == event.device.type:
+                return True
+            watched = recording.watched.get(self._as_recorded(device).index)
+            on_cpu = event.device.type == "cpu"
+            return on_cpu and (watched is None or event.index < watched)
+        return self._as_recorded(device) == event.device
+
+    def standing_for(self, device: torch.device) -> torch.Generator | None:
+        """Return the generator that stands for that of a recorded device."""
+        believed = self._recording.device
+        if device.type == "cpu":
+            return torch.default_generator
+        if believed.type == "cuda" and full_device(believed) == device:
+            device = self._device
+        return default_generator(device) if device.type == "cuda" else None
+
+    def _as_recorded(self, device: torch.device) -> torch.device:
+        """Return the device that one of the replay stands for."""
+        believed = self._recording.device
+        same = device == self._device and device.type == believed.type
+        return full_device(believed) if same else device
+
     def untouched(self, generator: torch.Generator, state: Tensor) -> bool:
         """Whether a state is the one in which the recording left a generator."""
         if generator.device.type == "cpu":
@@ -102,17 +131,3 @@ class Generators:
             start = generator.get_state()
             self._recording.cuda_starts[generator.device.index] = start
         return start
-
-
-def default_generator(device: torch.device) -> torch.Generator:
-    """Return the default generator of a device."""
-    if device.type == "cpu":
-        return torch.default_generator
-    module: Any = torch.get_device_module(device)
-    if device.type == "cuda":
-        torch.cuda.init()
-    index = index_of(device)
-    if index is None:
-        index = module.current_device()
-    generator: torch.Generator = module.default_generators[index]
-    return generator

@@ -6,13 +6,17 @@ import itertools
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
 
 from deferred_init.record.nodes import Mark, Node, Stream, Value
+
+if TYPE_CHECKING:
+    from deferred_init.record.kept_states import KeptState
+    from deferred_init.record.trackers import Tracked
 
 __all__ = ["Recording"]
 
@@ -49,6 +53,11 @@ class Recording:
         borrowed: Storages of real tensors over memory that is not torch's.
         began_as_another: Whether a recording that is not replayed yet began with the
             same state of the CPU's default generator.
+        watched: For each index of a CUDA device whose default generator was watched,
+            the number of nodes when that began.
+        kept: States that the constructor saved and that live on outside.
+        trackers: What the trackers of generators held at the end, of those that modules
+            draw from which defer themselves.
         looked_at_random: Whether the constructor saw a value that it had drawn, or
             the seed, so that what it did is right for the recorded state alone.
     """
@@ -71,6 +80,9 @@ class Recording:
         self.watch: Any = None
         self.borrowed: dict[int, Any] = {}
         self.looked_at_random = False
+        self.watched: dict[int, int] = {}
+        self.kept: tuple[KeptState, ...] = ()
+        self.trackers: tuple[Tracked, ...] = ()
         self.made: dict[str, Value] = {}
         self.places: WeakKeyDictionary[nn.Module, dict[str, Value]] = (
             WeakKeyDictionary()

@@ -21,14 +21,17 @@ from deferred_init.aliases import dense_bytes
 
 if TYPE_CHECKING:
     from deferred_init.record.graph import Recording
+    from deferred_init.record.trackers import Tracked
 
 __all__ = [
     "External",
     "ForeignValue",
+    "GeneratorEvent",
     "Mark",
     "Node",
     "Place",
     "Reseed",
+    "Resume",
     "Rewind",
     "Storage",
     "Stream",
@@ -241,13 +244,15 @@ class Mark(Node):
     Attributes:
         payload: What is to be initialized there, usually a module; `None` if it is
             gone, since a mark keeps nothing alive.
+        tracked: What the tracker of its generators held there, if it holds tokens.
     """
 
-    __slots__ = ("_payload",)
+    __slots__ = ("_payload", "tracked")
 
     def __init__(self, index: int, payload: Any) -> None:
         super().__init__(index, _nothing, (), None)
         self._payload = weakref.ref(payload)
+        self.tracked: Tracked | None = None
 
     @property
     def payload(self) -> Any:
@@ -255,25 +260,41 @@ class Mark(Node):
         return self._payload()
 
 
-class Reseed(Node):
-    """The default generators were given a new state.
+class GeneratorEvent(Node):
+    """A default generator was given another state.
 
     Attributes:
-        state: The state of the CPU's default generator.
-        seed: The seed, if `state` is what seeding gives; then other devices were
-            seeded with it too.
+        device: The device whose default generator it is.
+    """
+
+    __slots__ = ("device",)
+
+    def __init__(self, index: int, device: torch.device) -> None:
+        super().__init__(index, _nothing, (), None)
+        self.device = device
+
+
+class Reseed(GeneratorEvent):
+    """It was given a new state.
+
+    Attributes:
+        state: That state.
+        seed: The seed, if `state` is what seeding the CPU's generator gives; then other
+            devices were seeded with it too.
     """
 
     __slots__ = ("seed", "state")
 
-    def __init__(self, index: int, state: Tensor, seed: int | None) -> None:
-        super().__init__(index, _nothing, (), None)
+    def __init__(
+        self, index: int, device: torch.device, state: Tensor, seed: int | None
+    ) -> None:
+        super().__init__(index, device)
         self.state = state
         self.seed = seed
 
 
-class Rewind(Node):
-    """The default generators were put back to an earlier place of the recording.
+class Rewind(GeneratorEvent):
+    """It was put back to where it was at an earlier place of the recording.
 
     Attributes:
         position: Index of the first node after that place.
@@ -281,8 +302,26 @@ class Rewind(Node):
 
     __slots__ = ("position",)
 
-    def __init__(self, index: int, position: int) -> None:
-        super().__init__(index, _nothing, (), None)
+    def __init__(self, index: int, device: torch.device, position: int) -> None:
+        super().__init__(index, device)
+        self.position = position
+
+
+class Resume(GeneratorEvent):
+    """It was put where an earlier recording had left it.
+
+    Attributes:
+        recording: The earlier one.
+        position: Index of the first node of that one after the place.
+    """
+
+    __slots__ = ("position", "recording")
+
+    def __init__(
+        self, index: int, device: torch.device, recording: Recording, position: int
+    ) -> None:
+        super().__init__(index, device)
+        self.recording = recording
         self.position = position
 
 

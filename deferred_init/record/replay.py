@@ -18,10 +18,10 @@ from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
 from deferred_init.record.nodes import (
     ForeignValue,
+    GeneratorEvent,
     Mark,
     Node,
-    Reseed,
-    Rewind,
+    Resume,
     Stream,
     Value,
 )
@@ -78,7 +78,8 @@ class Replay:
         self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
-        self._rewinds = Rewinds(recording)
+        self._rewinds = self._new_rewinds()
+        self._lent: Mark | None = None
 
     def run(
         self,
@@ -106,6 +107,7 @@ class Replay:
         if isinstance(stop, Mark):
             stop = stop.index
         needs = self._begin()
+        self._go_on()
         with plain_torch(), torch.no_grad():
             for node in self.recording.nodes[self._position : stop]:
                 self._step(node, needs)
@@ -126,6 +128,23 @@ class Replay:
         if given:
             del self._env[value]
         return given
+
+    def lend_states(self, mark: Mark) -> None:
+        """Give the tracker of a mark's module its states there, until this goes on."""
+        if self._before_random is None:
+            self._rewinds.lend(mark)
+            self._lent = mark
+
+    def settle_states(self) -> None:
+        """Give the states that the constructor saved their values, after the run."""
+        self._go_on()
+        self._rewinds.settle(drawn=self._before_random is None)
+
+    def _go_on(self) -> None:
+        """Take over how far the module of a mark drew."""
+        if self._lent is not None:
+            self._rewinds.take_back(self._lent)
+            self._lent = None
 
     def take(self, value: Value) -> Tensor:
         """Return the tensor of a wanted value that has been run, and let go of it.
@@ -159,6 +178,7 @@ class Replay:
         """
         if self._found is None:
             return
+        self._go_on()
         named = self._before_random is not None
         for generator, found in self._found.items():
             keep = keep_generators
@@ -166,8 +186,10 @@ class Replay:
                 keep = not named and self.generators.untouched(generator, found)
             if not keep:
                 generator.set_state(found)
-        if not named and keep_generators is not False:
-            self.generators.settle_explicit()
+        if keep_generators is not False:
+            if not named:
+                self.generators.settle_explicit()
+            self.settle_states()
         self._found = None
         self._env.clear()
         self.free_scratch()
@@ -179,7 +201,7 @@ class Replay:
             self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
             return self._plan
-        self._rewinds = Rewinds(self.recording)
+        self._rewinds = self._new_rewinds()
         starts = self.generators.defaults()
         self._found = self.generators.states()
         if self._before_random is None:
@@ -205,7 +227,7 @@ class Replay:
             self._executor.run(node, self._env, needs.last)
         elif node.stream is not None:
             self.draw_only(node)
-        elif isinstance(node, (Reseed, Rewind)) and self._before_random is None:
+        elif isinstance(node, GeneratorEvent) and self._before_random is None:
             self._rewinds.apply(node, self._found)
         self._rewinds.passing(index + 1, self._found)
 
@@ -282,6 +304,29 @@ class Replay:
     def free_scratch(self) -> None:
         """Let go of the buffer that numbers were drawn into for nobody."""
         self._scratch.free()
+
+    def state_before(self, index: int, stream: Stream) -> Tensor:
+        """Return the state of a stream's generator before the node at `index`."""
+        found = self.generators.states()
+        try:
+            return self._timeline(stream).before(index)
+        finally:
+            for generator, state in found.items():
+                generator.set_state(state)
+
+    @staticmethod
+    def resumed(event: Resume) -> Tensor:
+        """Return the state with which a constructor went on from an earlier one."""
+        origin, device = event.recording, event.device
+        for kept in origin.kept:
+            if kept.settled is not None and kept.is_at(event.position, device):
+                return kept.settled
+        own = origin.device.type == device.type
+        stream = origin.default_stream if own else origin.stream_on(device)
+        return Replay(origin, device).state_before(event.position, stream)
+
+    def _new_rewinds(self) -> Rewinds:
+        return Rewinds(self.recording, self.generators, Replay.resumed)
 
     def _timeline(self, stream: Stream) -> Timeline:
         """Return the timeline of a stream's generator, shared between replays."""

@@ -17,7 +17,14 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.generators import seeded_state
-from deferred_init.record.nodes import Node, Reseed, Rewind, Stream
+from deferred_init.record.nodes import (
+    GeneratorEvent,
+    Node,
+    Reseed,
+    Resume,
+    Rewind,
+    Stream,
+)
 
 if TYPE_CHECKING:
     from deferred_init.record.replay import Replay
@@ -54,8 +61,8 @@ class Timeline:
         while position < index:
             node = nodes[position]
             position += 1
-            if isinstance(node, (Reseed, Rewind)):
-                if self._stream.generator is None:
+            if isinstance(node, GeneratorEvent):
+                if self._is_concerned(node):
                     state = self._jump(node, state if not dirty else None)
                     dirty, drawn = False, 0
                     self._keep(position, state)
@@ -103,10 +110,17 @@ class Timeline:
             return True
         return self._replay.generators.of(stream) is self._generator
 
-    def _jump(self, node: Reseed | Rewind, state: Tensor | None) -> Tensor:
-        """Return the state after a reseed or a rewind."""
+    def _is_concerned(self, event: GeneratorEvent) -> bool:
+        of_a_default = self._stream.generator is None
+        return of_a_default and self._replay.generators.concerns(event, self._generator)
+
+    def _jump(self, node: GeneratorEvent, state: Tensor | None) -> Tensor:
+        """Return the state after what was done to the generator."""
         if isinstance(node, Rewind):
             return self.before(node.position)
+        if isinstance(node, Resume):
+            return self._replay.resumed(node)
+        assert isinstance(node, Reseed)
         seeded = seeded_state(self._generator, node)
         if seeded is not None:
             return seeded

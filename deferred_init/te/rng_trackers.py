@@ -11,15 +11,13 @@ import hashlib
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from deferred_init.handlers.protocol import Workspace
+from deferred_init.record.trackers import copy_of, put_into, tracker_of
 from deferred_init.rng import BY_NAME
 
 __all__ = ["parts_drawn_alike", "restore_on_undo", "tracker_digest"]
-
-_PLACES = ("get_rng_state_tracker", "_rng_state_tracker_function")
 
 
 def restore_on_undo(module: nn.Module, workspace: Workspace) -> None:
@@ -28,10 +26,10 @@ def restore_on_undo(module: nn.Module, workspace: Workspace) -> None:
     The tracker is one of Transformer Engine's or Megatron's, with `get_states` and
     `set_states`.
     """
-    tracker = _tracker(module)
+    tracker = tracker_of(module)
     if tracker is not None:
-        saved = {name: _copy(state) for name, state in tracker.get_states().items()}
-        workspace.on_undo(lambda: _restore(tracker, saved))
+        saved = {name: copy_of(state) for name, state in tracker.get_states().items()}
+        workspace.on_undo(lambda: put_into(tracker, saved))
 
 
 def tracker_digest(modules: Iterable[nn.Module]) -> str | None:
@@ -39,13 +37,13 @@ def tracker_digest(modules: Iterable[nn.Module]) -> str | None:
 
     What ranks that share a model have to agree on, beside the default generators.
     """
-    trackers = {id(t): t for each in modules if (t := _tracker(each)) is not None}
+    trackers = {id(t): t for each in modules if (t := tracker_of(each)) is not None}
     if not trackers:
         return None
     found = hashlib.sha256()
     for tracker in trackers.values():
         for name, state in sorted(tracker.get_states().items()):
-            copied = _copy(state)
+            copied = copy_of(state)
             raw = copied.cpu().numpy().tobytes() if isinstance(copied, Tensor) else b""
             found.update(name.encode() + raw)
     return found.hexdigest()[:12]
@@ -68,33 +66,3 @@ def parts_drawn_alike(module: Any, label: str, policy: str) -> tuple[str, ...]:
         "tensor-parallel ranks of one seed the same part: pass each of them a seed of "
         'its own, or rng="eager", which draws from the tracker',
     )
-
-
-def _tracker(module: nn.Module) -> Any:
-    """Return the tracker that a module draws its weights from, or None."""
-    held, own = vars(module), type(module)
-    for place in _PLACES:
-        if place not in held and not hasattr(own, place):
-            continue  # without asking the module, whose `__getattr__` is slow
-        function = getattr(module, place, None)
-        if not callable(function):
-            continue
-        tracker: Any = function()
-        if hasattr(tracker, "get_states") and hasattr(tracker, "set_states"):
-            return tracker
-    return None
-
-
-def _copy(state: Any) -> Any:
-    if isinstance(state, torch.Generator):  # one that CUDA graphs can capture
-        return state.get_state()
-    return state.clone() if isinstance(state, Tensor) else state
-
-
-def _restore(tracker: Any, saved: dict[str, Any]) -> None:
-    now = tracker.get_states()
-    for name, state in saved.items():
-        if isinstance(now.get(name), torch.Generator):
-            now[name].set_state(state)
-            saved[name] = now[name]
-    tracker.set_states(saved)

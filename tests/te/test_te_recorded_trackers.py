@@ -1,0 +1,149 @@
+"""Constructors whose own layers and Transformer Engine's draw from one tracker.
+
+As Megatron-LM's do: its embedding and its output layer are modules of its own, and
+draw while they are constructed; the layers between are Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import deferred_init as di
+
+pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
+
+
+class Tracker:
+    """Named generators, as Megatron and Transformer Engine keep them."""
+
+    def __init__(self) -> None:
+        self.states: dict[str, Tensor] = {
+            name: torch.Generator().manual_seed(seed).get_state()
+            for name, seed in (("model-parallel-rng", 7), ("experts", 9), ("rest", 2))
+        }
+
+    def get_states(self) -> dict[str, Tensor]:
+        return dict(self.states)
+
+    def set_states(self, states: dict[str, Tensor]) -> None:
+        self.states = states
+
+    @contextlib.contextmanager
+    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
+        outer = torch.get_rng_state()
+        torch.set_rng_state(self.states[name])
+        try:
+            yield
+        finally:
+            self.states[name] = torch.get_rng_state()
+            torch.set_rng_state(outer)
+
+
+def te_layers(te: Any, tracker: Tracker, device: str | None) -> list[nn.Module]:
+    kwargs: dict[str, Any] = {"device": device} if device else {}
+    tracked = {"get_rng_state_tracker": lambda: tracker, **kwargs}
+    return [
+        te.Linear(8, 8, **tracked),
+        te.Linear(8, 8, rng_tracker_name="experts", **tracked),
+        te.Linear(8, 8, **kwargs),
+        te.ops.BasicLinear(8, 8, rng_state_tracker_function=lambda: tracker, **kwargs),
+    ]
+
+
+def embedding_and_head(te: Any, tracker: Tracker, device: str | None) -> nn.Module:
+    with tracker.fork():
+        embedding = nn.Embedding(4, 8)
+    layers = te_layers(te, tracker, device)
+    with tracker.fork():
+        head = nn.Linear(8, 4)
+    return nn.Sequential(embedding, *layers, head)
+
+
+def embedding_alone(te: Any, tracker: Tracker, device: str | None) -> nn.Module:
+    with tracker.fork():
+        embedding = nn.Embedding(4, 8)
+    return nn.Sequential(embedding, *te_layers(te, tracker, device))
+
+
+def head_alone(te: Any, tracker: Tracker, device: str | None) -> nn.Module:
+    layers = te_layers(te, tracker, device)
+    with tracker.fork("experts"):
+        return nn.Sequential(*layers, nn.Linear(8, 4))
+
+
+def inside_of_a_fork(te: Any, tracker: Tracker, device: str | None) -> nn.Module:
+    kwargs: dict[str, Any] = {"device": device} if device else {}
+    with tracker.fork("experts"):
+        first = nn.Linear(8, 8)
+        own = te.Linear(8, 8, **kwargs)
+        second = nn.Linear(8, 8)
+    with tracker.fork("experts"):
+        third = te.Linear(8, 8, **kwargs)
+    return nn.Sequential(first, own, second, third, nn.Linear(8, 8))
+
+
+def in_turns(te: Any, tracker: Tracker, device: str | None) -> nn.Module:
+    blocks = []
+    for name in ("model-parallel-rng", "experts", "model-parallel-rng"):
+        with tracker.fork(name):
+            blocks.append(nn.Linear(8, 8))
+        blocks += te_layers(te, tracker, device)
+    return nn.Sequential(*blocks)
+
+
+BUILDS = (embedding_and_head, embedding_alone, head_alone, inside_of_a_fork, in_turns)
+
+
+@pytest.mark.parametrize("build", BUILDS, ids=lambda build: build.__name__)
+def test_a_recorded_model_draws_in_turns_with_transformer_engine(
+    te: Any, build: Callable[..., nn.Module]
+) -> None:
+    theirs, own = Tracker(), Tracker()
+    torch.manual_seed(3)
+    eager = build(te, theirs, "cpu")
+    after = torch.get_rng_state()
+    model = di.deferred_init(build, te, own, None)
+    di.materialize(model, "cpu", seed=3)
+    assert torch.equal(torch.get_rng_state(), after)
+    pairs = zip(eager.named_parameters(), model.named_parameters(), strict=True)
+    for (name, one), (_, other) in pairs:
+        assert torch.equal(one, other), name
+    for name, state in theirs.states.items():
+        assert torch.equal(state, own.states[name]), name
+
+
+def test_a_second_model_goes_on_with_the_tracker(te: Any) -> None:
+    theirs, own = Tracker(), Tracker()
+    torch.manual_seed(3)
+    eager = nn.ModuleList([in_turns(te, theirs, "cpu") for _ in range(2)])
+    models = [di.deferred_init(in_turns, te, own, None) for _ in range(2)]
+    di.materialize(models, "cpu", seed=3)
+    pairs = zip(eager.parameters(), nn.ModuleList(models).parameters(), strict=True)
+    for one, other in pairs:
+        assert torch.equal(one, other)
+    for name, state in theirs.states.items():
+        assert torch.equal(state, own.states[name]), name
+
+
+def test_a_failure_puts_the_tracker_back(te: Any) -> None:
+    theirs, own = Tracker(), Tracker()
+    torch.manual_seed(3)
+    eager = in_turns(te, theirs, "cpu")
+    model = di.deferred_init(in_turns, te, own, None)
+    before = {name: state.clone() for name, state in own.states.items()}
+    last = model[-1]
+    last._rng_state_tracker_function = lambda: {}["no such tracker"]
+    with pytest.raises(di.MaterializeError, match="no such tracker"):
+        di.materialize(model, "cpu", seed=3)
+    for name, state in before.items():
+        assert torch.equal(state, own.states[name]), name
+    last._rng_state_tracker_function = lambda: own
+    di.materialize(model, "cpu", seed=3)
+    for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+        assert torch.equal(one, other)
