@@ -132,16 +132,16 @@ class SharedStates:
 
 
 def kept_states(
-    defaults: Mapping[torch.device, Tokens], shared: SharedStates
+    defaults: Mapping[torch.device, Tokens], generators: Iterable[torch.Generator]
 ) -> tuple[KeptState, ...]:
     """Find the states that hold tokens of default generators.
 
     Args:
         defaults: The tokens by device.
-        shared: What CUDA's generators were given to share.
+        generators: Others that may have been given their states.
     """
     found = []
-    holders: list[Tensor | torch.Generator] = [*_saved_states(), *shared.found]
+    holders: list[Tensor | torch.Generator] = [*_saved_states(), *generators]
     for holder in holders:
         token = token_in(_read(holder))
         for device, tokens in defaults.items():

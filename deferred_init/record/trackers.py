@@ -14,7 +14,7 @@ drew, for whoever goes on from there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,17 +44,22 @@ class Tracked:
 
 def tracker_of(module: nn.Module) -> Any:
     """Return the tracker that a module draws its weights from, or None."""
-    held, own = vars(module), type(module)
-    for place in _PLACES:
-        if place not in held and not hasattr(own, place):
-            continue  # without asking the module, whose `__getattr__` is slow
-        function = getattr(module, place, None)
-        if not callable(function):
-            continue
-        tracker: Any = function()
+    for function in _functions_of(module):
+        tracker: Any = function() if callable(function) else None
         if hasattr(tracker, "get_states") and hasattr(tracker, "set_states"):
             return tracker
     return None
+
+
+def _functions_of(module: nn.Module) -> Iterator[Any]:
+    """Yield what may return a tracker, without asking a slow `__getattr__`."""
+    held, own = vars(module), type(module)
+    for place in _PLACES:
+        if place in held or hasattr(own, place):
+            yield getattr(module, place, None)
+    # A layer norm and a linear layer in one keep it with their parameters' records.
+    for record in held.get("param_init_meta", {}).values():
+        yield getattr(record, "get_rng_state_tracker", None)
 
 
 def copy_of(state: Any) -> Any:

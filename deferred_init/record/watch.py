@@ -6,6 +6,7 @@ See [Note: Tokens in place of states] in `tokens.py`.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 
 import torch
@@ -109,7 +110,9 @@ class GeneratorWatch:
         try:
             self.before_draw(None)
             if self._num_events:
-                self._recording.kept = kept_states(self._defaults, self._shared)
+                tracked = [_generators_in(each) for each in self._trackers.values()]
+                holders = [*self._shared.found, *chain.from_iterable(tracked)]
+                self._recording.kept = kept_states(self._defaults, holders)
             found = [self._tracked(each) for each in self._trackers.values()]
             self._recording.trackers = tuple(each for each in found if each)
         finally:
@@ -203,6 +206,11 @@ class GeneratorWatch:
         self._explicit[identity(generator)] = (generator, tokens, state, stream)
         self._recording.streams[stream] = stream
         return stream
+
+
+def _generators_in(tracker: Any) -> list[torch.Generator]:
+    held = tracker.get_states().values()
+    return [state for state in held if isinstance(state, torch.Generator)]
 
 
 def _state_of(generator: torch.Generator) -> Tensor:

@@ -163,6 +163,7 @@ def with_te(tracker: Any, te: Any) -> nn.Module:
             blocks.append(nn.Linear(16, 16))
         blocks += [
             te.Linear(16, 16, **tracked),
+            te.LayerNormLinear(16, 16, **tracked),
             te.Linear(16, 16, rng_tracker_name="experts", **tracked),
             te.Linear(16, 16),
             te.ops.BasicLinear(16, 16, rng_state_tracker_function=lambda: tracker),

@@ -218,6 +218,21 @@ def test_a_tracker_goes_back_if_a_later_module_fails(te: Any) -> None:
     assert all(param.is_meta for param in model.parameters())
 
 
+@pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
+def test_a_tracker_that_parameters_alone_know_goes_back_too(te: Any, kind: str) -> None:
+    tracker = _Tracker(**{"model-parallel-rng": 7})
+    before = tracker.states["model-parallel-rng"].clone()
+    kwargs: dict[str, Any] = {
+        "get_rng_state_tracker": lambda: tracker,
+        "device": "meta",
+    }
+    failing = te.Linear(8, 8, rng_tracker_name="experts", **kwargs)
+    model = nn.Sequential(getattr(te, kind)(8, 16, **kwargs), failing)
+    with pytest.raises(di.MaterializeError, match=r"step 2 of 2.*KeyError"):
+        di.materialize(model, "cpu", seed=0)
+    assert torch.equal(tracker.states["model-parallel-rng"], before)
+
+
 class _Capturable(torch.optim.AdamW):
     """Moves its learning rate to the parameters, as Transformer Engine's does."""
 

@@ -50,6 +50,8 @@ def te_layers(te: Any, tracker: Tracker, device: str | None) -> list[nn.Module]:
     tracked = {"get_rng_state_tracker": lambda: tracker, **kwargs}
     return [
         te.Linear(8, 8, **tracked),
+        te.LayerNormLinear(8, 8, **tracked),
+        te.LayerNormMLP(8, 16, **tracked),
         te.Linear(8, 8, rng_tracker_name="experts", **tracked),
         te.Linear(8, 8, **kwargs),
         te.ops.BasicLinear(8, 8, rng_state_tracker_function=lambda: tracker, **kwargs),
