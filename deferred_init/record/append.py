@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
+from deferred_init.record.events import Reseed
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import Node, Reseed, Storage, Stream, Value
+from deferred_init.record.nodes import Node, Storage, Stream, Value
 from deferred_init.record.watch import identity, is_seeded_state, stream_of
 
 __all__ = ["Draw", "append", "append_fill"]

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from deferred_init.record.default_generators import default_generator, full_device
+from deferred_init.record.events import GeneratorEvent, Reseed
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import GeneratorEvent, Reseed, Stream
+from deferred_init.record.nodes import Stream
 from deferred_init.record.starts import forget_start
 from deferred_init.record.watch import identity
 

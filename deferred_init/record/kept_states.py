@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from deferred_init.record.nodes import GeneratorEvent, Reseed, Resume, Rewind
+from deferred_init.record.events import GeneratorEvent, Reseed, Resume, Rewind
 from deferred_init.record.paused import no_function_modes
 from deferred_init.record.tokens import Tokens, is_token_state, token_in
 from deferred_init.record.trackers import copy_of, put_into

@@ -12,19 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.record.events import GeneratorEvent
 from deferred_init.record.execution import Environment, Executor, Promise
+from deferred_init.record.foreign import state_elsewhere, value_elsewhere
 from deferred_init.record.generators import Generators
 from deferred_init.record.graph import Recording
 from deferred_init.record.needs import Needs, all_needs, needs_of
-from deferred_init.record.nodes import (
-    ForeignValue,
-    GeneratorEvent,
-    Mark,
-    Node,
-    Resume,
-    Stream,
-    Value,
-)
+from deferred_init.record.nodes import Mark, Node, Stream, Value
 from deferred_init.record.paused import index_of, plain_torch
 from deferred_init.record.rewinds import Rewinds
 from deferred_init.record.scratch import Scratch
@@ -67,7 +61,7 @@ class Replay:
         self.device = target
         self.generators = Generators(recording, target)
         # Not a method: the real tensors in a cycle would wait for the collector.
-        foreign = partial(_of_another_recording, target)
+        foreign = partial(value_elsewhere, target)
         self._executor = Executor(target, self.generators, foreign)
         self._before_random = before_random
         self._end = len(recording.nodes)
@@ -78,8 +72,7 @@ class Replay:
         self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
-        self._rewinds = self._new_rewinds()
-        self._lent: Mark | None = None
+        self._rewinds = Rewinds(recording, self.generators, state_elsewhere)
 
     def run(
         self,
@@ -107,7 +100,7 @@ class Replay:
         if isinstance(stop, Mark):
             stop = stop.index
         needs = self._begin()
-        self._go_on()
+        self._rewinds.take_back()
         with plain_torch(), torch.no_grad():
             for node in self.recording.nodes[self._position : stop]:
                 self._step(node, needs)
@@ -133,18 +126,11 @@ class Replay:
         """Give the tracker of a mark's module its states there, until this goes on."""
         if self._before_random is None:
             self._rewinds.lend(mark)
-            self._lent = mark
 
     def settle_states(self) -> None:
         """Give the states that the constructor saved their values, after the run."""
-        self._go_on()
+        self._rewinds.take_back()
         self._rewinds.settle(drawn=self._before_random is None)
-
-    def _go_on(self) -> None:
-        """Take over how far the module of a mark drew."""
-        if self._lent is not None:
-            self._rewinds.take_back(self._lent)
-            self._lent = None
 
     def take(self, value: Value) -> Tensor:
         """Return the tensor of a wanted value that has been run, and let go of it.
@@ -178,7 +164,7 @@ class Replay:
         """
         if self._found is None:
             return
-        self._go_on()
+        self._rewinds.take_back()
         named = self._before_random is not None
         for generator, found in self._found.items():
             keep = keep_generators
@@ -201,7 +187,7 @@ class Replay:
             self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
             return self._plan
-        self._rewinds = self._new_rewinds()
+        self._rewinds = Rewinds(self.recording, self.generators, state_elsewhere)
         starts = self.generators.defaults()
         self._found = self.generators.states()
         if self._before_random is None:
@@ -314,20 +300,6 @@ class Replay:
             for generator, state in found.items():
                 generator.set_state(state)
 
-    @staticmethod
-    def resumed(event: Resume) -> Tensor:
-        """Return the state with which a constructor went on from an earlier one."""
-        origin, device = event.recording, event.device
-        for kept in origin.kept:
-            if kept.settled is not None and kept.is_at(event.position, device):
-                return kept.settled
-        own = origin.device.type == device.type
-        stream = origin.default_stream if own else origin.stream_on(device)
-        return Replay(origin, device).state_before(event.position, stream)
-
-    def _new_rewinds(self) -> Rewinds:
-        return Rewinds(self.recording, self.generators, Replay.resumed)
-
     def _timeline(self, stream: Stream) -> Timeline:
         """Return the timeline of a stream's generator, shared between replays."""
         key = (self.device, stream.device, stream.generator and stream)
@@ -336,9 +308,3 @@ class Replay:
             timelines[key] = Timeline(Replay(self.recording, self.device), stream)
         timeline: Timeline = timelines[key]
         return timeline
-
-
-def _of_another_recording(device: torch.device, foreign: ForeignValue) -> Tensor:
-    """Compute a value of another recording, as it was when this one read it."""
-    other = Replay(foreign.value.recording, device)
-    return other.value(foreign.value, foreign.upto)

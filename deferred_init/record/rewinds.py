@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
+from deferred_init.record.events import GeneratorEvent, Reseed, Resume, Rewind
 from deferred_init.record.generators import Generators, seeded_state
 from deferred_init.record.graph import Recording
 from deferred_init.record.kept_states import undrawn_state
-from deferred_init.record.nodes import GeneratorEvent, Mark, Reseed, Resume, Rewind
+from deferred_init.record.nodes import Mark
 from deferred_init.record.tokens import is_token_state
 from deferred_init.record.trackers import SavedAt, Tracked, copy_of, put_into
 
@@ -37,6 +38,7 @@ class Rewinds:
         self._resumed = resumed
         self._positions = set(_places_gone_back_to(recording))
         self._lent = False
+        self._on_loan: Tracked | None = None
         self._settled = False
         self._saved: dict[int, dict[torch.Generator, Tensor]] = {}
 
@@ -68,17 +70,19 @@ class Rewinds:
         """Give the tracker of a module that is about to draw its states there."""
         if mark.tracked is not None:
             self._lent = True
+            self._on_loan = mark.tracked
             put_into(mark.tracked.tracker, self._states_of(mark.tracked, drawn=True))
 
-    def take_back(self, mark: Mark) -> None:
+    def take_back(self) -> None:
         """Let those who go on from these states go on from where the module stopped."""
-        if mark.tracked is None:
+        if self._on_loan is None:
             return
-        now = mark.tracked.tracker.get_states()
-        for name, (device, position) in mark.tracked.places.items():
+        now = self._on_loan.tracker.get_states()
+        for name, (device, position) in self._on_loan.places.items():
             generator = self._generators.standing_for(device)
             if generator is not None:
                 self._saved[position][generator] = copy_of(now[name])
+        self._on_loan = None
 
     def settle(self, *, drawn: bool) -> None:
         """Give the states that the constructor saved what eager would have saved.

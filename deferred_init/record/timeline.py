@@ -16,15 +16,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from deferred_init.record.events import GeneratorEvent, Reseed, Resume, Rewind
+from deferred_init.record.foreign import state_elsewhere
 from deferred_init.record.generators import seeded_state
-from deferred_init.record.nodes import (
-    GeneratorEvent,
-    Node,
-    Reseed,
-    Resume,
-    Rewind,
-    Stream,
-)
+from deferred_init.record.nodes import Node, Stream
 
 if TYPE_CHECKING:
     from deferred_init.record.replay import Replay
@@ -119,7 +114,7 @@ class Timeline:
         if isinstance(node, Rewind):
             return self.before(node.position)
         if isinstance(node, Resume):
-            return self._replay.resumed(node)
+            return state_elsewhere(node)
         assert isinstance(node, Reseed)
         seeded = seeded_state(self._generator, node)
         if seeded is not None:

@@ -13,15 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from deferred_init.record.default_generators import default_generator, full_device
+from deferred_init.record.events import GeneratorEvent, Reseed, Resume, Rewind
 from deferred_init.record.graph import Recording
 from deferred_init.record.kept_states import SharedStates, kept_states, origin_of
-from deferred_init.record.nodes import (
-    GeneratorEvent,
-    Reseed,
-    Resume,
-    Rewind,
-    Stream,
-)
+from deferred_init.record.nodes import Stream
 from deferred_init.record.problems import RecordError, user_line
 from deferred_init.record.tokens import Tokens, device_of, is_token_state, token_in
 from deferred_init.record.trackers import (

@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 from torch import Tensor, nn
 
 from deferred_init.handlers.protocol import Workspace
+from deferred_init.record import place_of
+from deferred_init.record.kept_states import settle_undrawn, unsettle
+from deferred_init.record.tokens import is_token_state
 from deferred_init.record.trackers import copy_of, put_into, tracker_of
 from deferred_init.rng import BY_NAME
 
@@ -30,6 +34,11 @@ def restore_on_undo(module: nn.Module, workspace: Workspace) -> None:
     if tracker is not None:
         saved = {name: copy_of(state) for name, state in tracker.get_states().items()}
         workspace.on_undo(lambda: put_into(tracker, saved))
+        place = place_of(module)
+        if place and any(is_token_state(state) for state in saved.values()):
+            # Nothing of the recording is replayed, so nobody has lent it its states.
+            workspace.on_undo(partial(unsettle, place[0]))
+            settle_undrawn(place[0])
 
 
 def tracker_digest(modules: Iterable[nn.Module]) -> str | None:

@@ -149,3 +149,24 @@ def test_a_failure_puts_the_tracker_back(te: Any) -> None:
     di.materialize(model, "cpu", seed=3)
     for one, other in zip(eager.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("rng", ["eager", "by_name"])
+def test_a_model_of_transformer_engine_alone_draws_from_the_tracker(
+    te: Any, rng: str
+) -> None:
+    theirs, own = Tracker(), Tracker()
+    torch.manual_seed(3)
+    eager = nn.Sequential(*te_layers(te, theirs, "cpu"))
+    model = di.deferred_init(lambda: nn.Sequential(*te_layers(te, own, None)))
+    again = di.deferred_init(lambda: nn.Sequential(*te_layers(te, own, None)))
+    before = {name: state.clone() for name, state in own.states.items()}
+    di.plan(model, "cpu")
+    assert all(torch.equal(own.states[name], state) for name, state in before.items())
+    di.materialize(model, "cpu", seed=3, rng=rng)
+    if rng == "eager":
+        for one, other in zip(eager.parameters(), model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        for name, state in theirs.states.items():
+            assert torch.equal(state, own.states[name]), name
+    di.materialize(again, "cpu", seed=3, rng=rng)
