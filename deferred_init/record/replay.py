@@ -61,7 +61,7 @@ class Replay:
         self.device = target
         self.generators = Generators(recording, target)
         # Not a method: the real tensors in a cycle would wait for the collector.
-        foreign = partial(value_elsewhere, target)
+        foreign = partial(value_elsewhere, Replay, target)
         self._executor = Executor(target, self.generators, foreign)
         self._before_random = before_random
         self._end = len(recording.nodes)
@@ -72,7 +72,7 @@ class Replay:
         self._scratch = Scratch()
         self._position = 0
         self._found: dict[torch.Generator, Tensor] | None = None
-        self._rewinds = Rewinds(recording, self.generators, state_elsewhere)
+        self._rewinds: Rewinds  # made anew by each run from the start
 
     def run(
         self,
@@ -187,7 +187,8 @@ class Replay:
             self._needed = {node.index for node in self._plan.nodes}
         if self._found is not None:
             return self._plan
-        self._rewinds = Rewinds(self.recording, self.generators, state_elsewhere)
+        resumed = partial(state_elsewhere, Replay)
+        self._rewinds = Rewinds(self.recording, self.generators, resumed)
         starts = self.generators.defaults()
         self._found = self.generators.states()
         if self._before_random is None:

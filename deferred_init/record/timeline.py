@@ -114,7 +114,7 @@ class Timeline:
         if isinstance(node, Rewind):
             return self.before(node.position)
         if isinstance(node, Resume):
-            return state_elsewhere(node)
+            return state_elsewhere(type(self._replay), node)
         assert isinstance(node, Reseed)
         seeded = seeded_state(self._generator, node)
         if seeded is not None:
