@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+from deferred_init.errors import listing
+
 __all__ = ["closest"]
 
 
@@ -18,4 +20,4 @@ def closest(name: str, known: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
     if near:
         return f"did you mean `{near[0]}`?"
-    return "known: " + ", ".join(f"`{each}`" for each in names)
+    return f"known: {listing(names)}"

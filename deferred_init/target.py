@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -31,7 +32,8 @@ def _load_function(target: str) -> Callable[[], Any]:
     """Import `package.module:function`; the current folder is searched as well.
 
     Raises:
-        TargetError: Not of that form, no such module, no such function.
+        TargetError: Not of that form, no such module, no such function, or one that
+            needs arguments.
     """
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
@@ -60,6 +62,15 @@ def _load_function(target: str) -> Callable[[], Any]:
         raise TargetError(
             f"{module_name} has no function {name!r}; {closest(name, public)}"
         )
+    try:
+        inspect.signature(function).bind()
+    except TypeError as error:
+        raise TargetError(
+            f"{target} cannot be called without arguments: {error}; name a function "
+            "that takes none, such as one that calls it with yours"
+        ) from error
+    except ValueError:  # one in C that does not tell
+        pass
     found: Callable[[], Any] = function
     return found
 

@@ -55,6 +55,9 @@ class Call:
         self.storages: dict[int, Storage] = {}
         self.inherits: Value | None = None
         self.tensors = 0
+        generators = [arg for arg in args if isinstance(arg, torch.Generator)]
+        if generators:  # the last argument of `torch.poisson`, elsewhere a keyword
+            args, kwargs = args[:-1], {**kwargs, "generator": generators[0]}
         pairs = [self._see(arg) for arg in args]
         self.args = tuple(pair[0] for pair in pairs)
         self.meta = tuple(pair[1] for pair in pairs)
@@ -89,4 +92,10 @@ class Call:
             pairs = [self._see(item) for item in arg]
             kind = type(arg) if type(arg) in (list, tuple) else tuple
             return kind(p[0] for p in pairs), kind(p[1] for p in pairs)
+        if isinstance(arg, torch.UntypedStorage) and arg.device == _META:
+            raise RecordError(
+                f"a tensor is made over a bare storage at {user_line()}, of which a "
+                "recording does not know whose it is: pass the tensor itself, as in "
+                "`new.set_(tensor)`, or take a view of it"
+            )
         return arg, arg

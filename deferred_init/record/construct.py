@@ -19,7 +19,7 @@ from deferred_init.record.mode import RecordOperations
 from deferred_init.record.patches import Patches, active
 from deferred_init.record.paused import index_of
 from deferred_init.record.places import remember_places
-from deferred_init.record.problems import RecordError, no_such_subclass
+from deferred_init.record.problems import RecordError, explained
 from deferred_init.record.starts import began_there, remember_start
 from deferred_init.record.tensor import DeferredTensor, value_of
 from deferred_init.record.watch import GeneratorWatch
@@ -113,10 +113,10 @@ def _record(
             result = fn(*args, **kwargs)
         ended = True
     except RuntimeError as error:
-        explained = no_such_subclass(error)
-        if explained is None:
+        problem = explained(error)
+        if problem is None:
             raise
-        raise explained from error
+        raise problem from error
     finally:
         recording.active, recording.autocast = False, ()
         recording.watch.close()

@@ -16,13 +16,14 @@ from deferred_init.record.tensor import (
     deferred_class,
     final_class,
     late,
+    make_parameter,
     new_value,
     user_attributes,
     value_of,
     wrap,
 )
 
-__all__ = ["deepcopy", "to"]
+__all__ = ["deepcopy", "shallow_copy", "to"]
 
 _META = torch.device("meta")
 _to_copy = torch.ops.aten._to_copy.default
@@ -72,6 +73,18 @@ def _parse(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any, Any
     with torch._C.DisableTorchFunction():
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **rest)
     return device, dtype, memory_format
+
+
+def shallow_copy(tensor: Tensor) -> Tensor:
+    """Copy a deferred tensor as `copy.copy` copies a real one: a leaf, same values."""
+    final = final_class(tensor)
+    result: Tensor = (
+        make_parameter(final, tensor, tensor.requires_grad)
+        if final is not Tensor
+        else wrap(value_of(tensor), tensor.requires_grad)
+    )
+    result.__dict__.update(user_attributes(tensor))
+    return result
 
 
 def deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
@@ -157,3 +170,4 @@ def _window(
 
 late.to = to
 late.deepcopy = deepcopy
+late.shallow_copy = shallow_copy

@@ -14,9 +14,11 @@ from deferred_init.record.ambient import autocast_on
 from deferred_init.record.append import Draw, append
 from deferred_init.record.capture import constant
 from deferred_init.record.mode import RecordOperations, tensors_in
+from deferred_init.record.moves import move
 from deferred_init.record.nodes import Place
 from deferred_init.record.paused import in_fake_mode, no_dispatch, plain_torch
 from deferred_init.record.tensor import DeferredTensor, late, new_value, value_of, wrap
+from deferred_init.record.whole import WHOLE, record_whole
 
 __all__ = ["RecordFactories"]
 
@@ -43,6 +45,8 @@ class RecordFactories(TorchFunctionMode):
             return handler(self, func, args, kwargs or {})
         if kwargs and kwargs.get("device") is not None:
             return self.placed(func, args, kwargs)
+        if func in WHOLE:
+            return record_whole(recording, func, args, kwargs or {})
         if func in _CONSTRUCTORS:
             return self.call(func, args, kwargs or {}, Place(None))
         if type(func) is _SETTER and func == torch.Tensor.data.__set__:  # type: ignore[attr-defined]
@@ -228,27 +232,17 @@ def _shared(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any])
     return real
 
 
+def _new(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Record `Tensor.new` of numbers, which torch would put on meta and forget."""
+    numbers = len(args) == 2 and type(args[1]) in (list, tuple) and not kwargs
+    if numbers and isinstance(args[0], DeferredTensor):
+        return _new_tensor(mode, func, args, {})
+    return func(*args, **kwargs)
+
+
 def _move(mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Record a move of a real tensor to a device that need not exist yet."""
-    tensor = args[0]
-    if isinstance(tensor, DeferredTensor):
-        return func(*args, **kwargs)
-    if func is torch.Tensor.cuda:
-        target: Any = torch.device("cuda")
-    else:
-        parsed = args[1:]
-        if parsed and isinstance(parsed[0], Tensor):
-            target = parsed[0].device
-        else:
-            rest = {k: v for k, v in kwargs.items() if k not in ("copy", "tensor")}
-            target = torch._C._nn._parse_to(*parsed[:3], **rest)[0]
-            if "tensor" in kwargs:
-                target = kwargs["tensor"].device
-    if target is None or target.type in ("cpu", "meta") or tensor.device == _META:
-        return func(*args, **kwargs)
-    place = mode.operations.normal(target)
-    moved: Tensor = constant(mode.recording, tensor.detach(), place)
-    return moved if func is torch.Tensor.cuda else moved.to(*args[1:], **kwargs)
+    """Move a tensor to a device, or to that of another tensor."""
+    return move(mode.recording, mode.operations.normal, func, args, kwargs)
 
 
 def _parse(_mode: RecordFactories, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
@@ -287,7 +281,8 @@ _HANDLERS: dict[Any, Callable[..., Any]] = {
         _sparse,
     ),
     **dict.fromkeys((torch.from_numpy, torch.frombuffer), _shared),
-    **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda), _move),
+    torch.Tensor.new: _new,
+    **dict.fromkeys((torch.Tensor.to, torch.Tensor.cuda, torch.Tensor.type_as), _move),
     torch._C._nn._parse_to: _parse,
 }
 _CONSTRUCTORS = frozenset(_device_constructors()) - _HANDLERS.keys()

@@ -115,7 +115,9 @@ def _device_of(call: Call, place: Place | None) -> torch.device | None:
     device = call.inherits.device if call.inherits is not None else None
     asked = call.kwargs.get("device")
     if asked is not None:
-        place = place or Place(_normal(call.recording, asked))
+        if place is None:  # meta: torch itself wants the device of a deferred tensor
+            own = asked == _META and call.inherits is not None
+            place = Place(device if own else _normal(call.recording, asked))
         call.kwargs["device"] = place
         call.meta_kwargs["device"] = _META
         return place.device
@@ -172,8 +174,11 @@ def _geometry(
         with torch._C.DisableTorchFunction():
             return on_cpu(func, call, func(*call.meta, **meta_kwargs))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, IndexError):
-        if info.draws:
+        if info.draws and "generator" not in info.names:
             raise
+    if info.draws:  # for its shape alone
+        args = [arg for arg in args if not isinstance(arg, torch.Generator)]
+        kwargs = {**kwargs, "generator": torch.Generator()}
     real = _run_early(call.recording, func, args, kwargs)
     if info.mutated == (0,):  # in place: it ran without an error, on a copy
         return call.meta[0]
@@ -190,12 +195,9 @@ def _append(
     call: Call, info: OpInfo, func: Any, out: Any, device: torch.device | None
 ) -> Any:
     """Append the node and wrap its results."""
-    recording = call.recording
-    draw = None
-    if info.draws:
+    recording, draw = call.recording, None
+    if info.draws or call.kwargs.get("generator") is not None:
         draw = Draw(call.kwargs.pop("generator", None))
-    elif call.kwargs.get("generator") is not None:
-        draw = Draw(call.kwargs.pop("generator"))
     if not call.tensors and info.has_dtype and isinstance(out, Tensor):
         call.kwargs["dtype"] = out.dtype
     writes = tuple(

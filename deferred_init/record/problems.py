@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import traceback
 
+import torch
+
+from deferred_init import errors
 from deferred_init.errors import DeferredInitError
 
-__all__ = ["RecordError", "ReplayError", "no_such_subclass", "user_line"]
+__all__ = ["RecordError", "ReplayError", "explained", "user_line"]
 
 _OTHER_CLASS = re.compile(
     r"Creating a new Tensor subclass (\S+) but the raw Tensor object is already "
@@ -25,6 +29,7 @@ class ReplayError(DeferredInitError):
 
 
 _NOT_THE_USERS = ("torch", "deferred_init", "copy")
+_FOLDERS = (os.path.dirname(torch.__file__), os.path.dirname(errors.__file__))
 
 
 def user_line() -> str:
@@ -40,7 +45,26 @@ def user_line() -> str:
     return "unknown line"
 
 
-def no_such_subclass(error: RuntimeError) -> RecordError | None:
+def explained(error: RuntimeError) -> RecordError | None:
+    """Say of an error of torch's what it means in a constructor, if that is known."""
+    if "its data is not allocated yet" not in str(error):
+        return _no_such_subclass(error)
+    frames = traceback.extract_tb(error.__traceback__)
+    users = [frame for frame in frames if not _is_inside(frame.filename)]
+    last = (users or frames)[-1]
+    return RecordError(
+        f"`{last.line}` at {last.filename}:{last.lineno} reads the memory of a "
+        "recorded tensor, which has none: make its result before `deferred_init(...)` "
+        "and hand it to the constructor, or build that part after `materialize`"
+    )
+
+
+def _is_inside(filename: str) -> bool:
+    """Whether a file belongs to torch or to this package."""
+    return any(filename.startswith(folder) for folder in _FOLDERS)
+
+
+def _no_such_subclass(error: RuntimeError) -> RecordError | None:
     """Explain why torch makes no tensor of another class of one that is recorded.
 
     What such a class does when it is moved or computed with, as those of bitsandbytes

@@ -55,6 +55,7 @@ class _Late:
     as_value: Callable[[Recording, Tensor], Value]
     to: Callable[..., Tensor]
     deepcopy: Callable[..., Tensor]
+    shallow_copy: Callable[..., Tensor]
     early_value: Callable[[Value], Tensor]
     early_device: Callable[[Recording], torch.device]
     defer_in_place: Callable[[Tensor, Value], None]
@@ -150,7 +151,9 @@ class DeferredTensor(torch.Tensor):
 
     def cuda(self, device: Any = None, *args: Any, **kwargs: Any) -> Tensor:
         """Record a move to a CUDA device; it need not exist yet."""
-        return self.to(torch.device("cuda") if device is None else _cuda(device))
+        if isinstance(device, int):
+            return self.to(torch.device("cuda", device))
+        return self.to(torch.device("cuda" if device is None else device))
 
     def cpu(self, *args: Any, **kwargs: Any) -> Tensor:
         """Record a move to the CPU."""
@@ -199,6 +202,9 @@ class DeferredTensor(torch.Tensor):
     def __carried_attributes__(self) -> dict[str, Any]:
         """Return the attributes that stay when the object becomes real."""
         return user_attributes(self)
+
+    def __copy__(self) -> Tensor:
+        return late.shallow_copy(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return late.deepcopy(self, memo)
@@ -265,13 +271,6 @@ def without_internals(attributes: dict[str, Any]) -> dict[str, Any]:
 def _early(tensor: Tensor) -> Tensor:
     """Compute a deferred tensor now, on the CPU side, without disturbing the rest."""
     return late.early_value(value_of(tensor))
-
-
-def _cuda(device: Any) -> torch.device:
-    """Return the CUDA device that an argument of `.cuda()` means."""
-    if isinstance(device, int):
-        return torch.device("cuda", device)
-    return torch.device(device)
 
 
 def new_value(

@@ -41,6 +41,9 @@ def number():
 
 def nothing():
     return ()
+
+def with_argument(width):
+    return nn.Linear(width, width)
 """
 
 
@@ -230,6 +233,7 @@ def test_audit_finds_an_optimizer_of_another_model(
         ("no_such_module:build", "no module is called 'no_such_module'"),
         ("{}.inner:build", "no module is called '"),
         ("{}:biuld", "has no function 'biuld'; did you mean `build`?"),
+        ("{}:with_argument", "cannot be called without arguments: missing a required"),
         ("{}:number", "must return a model, or models and optimizers, found int"),
         ("{}:nothing", "must return a model, or models and optimizers, found no model"),
     ],
