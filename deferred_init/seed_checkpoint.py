@@ -20,11 +20,14 @@ def usable_folder(path: str | os.PathLike[str]) -> Path:
     """Check, before any work, that a folder can take a checkpoint.
 
     Raises:
-        ValueError: It is a file, or holds something already.
+        ValueError: It is a file, holds something already, or cannot be made.
     """
     folder = Path(path)
     if folder.is_file() or (folder.is_dir() and any(folder.iterdir())):
         raise ValueError(f"{str(path)!r} must be a new or an empty folder")
+    above = next(parent for parent in folder.absolute().parents if parent.exists())
+    if not (above.is_dir() and os.access(above, os.W_OK)):
+        raise ValueError(f"{str(path)!r} cannot be made in {str(above)!r}")
     return folder
 
 

@@ -38,7 +38,14 @@ def _load_function(target: str) -> Callable[[], Any]:
     module_name, colon, name = target.partition(":")
     if not (module_name and colon and name):
         raise TargetError(
-            f"a target has the form package.module:function, found {target!r}"
+            "a target has the form package.module:function, found "
+            f"{target!r}; it may also be a folder of Hugging Face's with a config.json"
+        )
+    if module_name.endswith(".py") or module_name.startswith("."):
+        stem = Path(module_name).stem
+        raise TargetError(
+            f"{module_name!r} is no name of a module; a file is given as its module, "
+            f"{stem}:{name}, in its own folder"
         )
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())

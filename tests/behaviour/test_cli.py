@@ -232,6 +232,8 @@ def test_audit_finds_an_optimizer_of_another_model(
         ("{}:", "a target has the form package.module:function, found '"),
         ("no_such_module:build", "no module is called 'no_such_module'"),
         ("{}.inner:build", "no module is called '"),
+        ("./{}.py:build", "a file is given as its module, "),
+        ("./no_such_folder", "may also be a folder of Hugging Face's"),
         ("{}:biuld", "has no function 'biuld'; did you mean `build`?"),
         ("{}:with_argument", "cannot be called without arguments: missing a required"),
         ("{}:number", "must return a model, or models and optimizers, found int"),

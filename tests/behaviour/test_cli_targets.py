@@ -139,6 +139,14 @@ def test_a_folder_that_holds_something_is_exit_code_2_before_any_work(
     assert "'seed' must be a new or an empty folder" in capsys.readouterr().err
 
 
+def test_a_folder_that_cannot_be_made_is_exit_code_2_before_any_work(
+    targets: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("file").touch()
+    assert main(["materialize", f"{targets}:Tied", "--out", "file/seed"]) == 2
+    assert "'file/seed' cannot be made in '" in capsys.readouterr().err
+
+
 def test_several_models_are_no_seed_checkpoint(
     targets: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
