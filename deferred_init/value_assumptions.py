@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from deferred_init.aliases import is_recorded
+from deferred_init.aliases import is_recorded, is_sharded
 from deferred_init.errors import listing
 from deferred_init.handlers.protocol import Claim, Step
 from deferred_init.slots import Inventory, Slot
@@ -68,6 +68,8 @@ def _written(steps: Sequence[Step], inventory: Inventory) -> Iterator[str]:
         # Inference tensors count no writes, and views count those to their base too.
         if tensor.is_inference() or inventory.groups[slot.tensor_id].shared:
             continue
+        if is_sharded(tensor):  # whose writes count from when it was sharded
+            expected = 0
         num_more = tensor._version - expected
         if num_more > 0:
             more.append(slot.fqn)

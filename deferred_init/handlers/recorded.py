@@ -8,7 +8,7 @@ taken over the moment it is ready, so that scratch is freed before the next.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +47,7 @@ class RecordedInitializer:
             slots=slots,
             source="recording",
             order=max(last_use(known_value(slot)) for slot in slots),
-            problems=_seed_problems(site, slots, request),
+            problems=(*_seed_problems(site, slots, request), *_lost_writes(slots)),
             assumptions=_start_assumptions(slots, request),
             settled=True,
         )
@@ -124,6 +124,17 @@ def _seed_problems(
         f"torch.manual_seed({request.seed}) before "
         "`deferred_init(...)` and pass no seed",
     )
+
+
+def _lost_writes(slots: Sequence[Slot]) -> Iterator[str]:
+    """Refuse what was written to shards: they are cut anew from recorded values."""
+    for slot in slots:
+        if not isinstance(slot.tensor, DeferredTensor) and slot.tensor._version:
+            yield (
+                f"{slot.describe()} was written after it was sharded, and expected no "
+                "write before it has memory: call the function that writes after "
+                "`materialize`, or in the one that `deferred_init(...)` records"
+            )
 
 
 def _start_assumptions(slots: Sequence[Slot], request: Request) -> tuple[str, ...]:

@@ -49,6 +49,7 @@ __all__ = ["ResetMethods"]
 _PARAMETER_CONTAINERS = (nn.ParameterList, nn.ParameterDict)
 _HOOK = "_init_weights"
 _RESET = "reset_parameters"
+_METHODS = (_RESET, "_reset_parameters", "init_weights")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +101,7 @@ class ResetMethods:
         calls, certain = _calls(module)
         wanted = [*pending, *_in_containers(site)]
         if not calls or (not certain and not wanted):
-            return _only_hints(module)
+            return _only_hints(module, left=_left_to_callers(type(module)))
         source = f"{type(module).__name__}.{', '.join(calls)}"
         try:
             writes = _probe(site, calls, request.once(_probe, _Known))
@@ -191,10 +192,35 @@ def _in_containers(site: ModuleSite) -> Iterator[Slot]:
             yield from _in_containers(child)
 
 
-def _only_hints(module: nn.Module) -> Claim | None:
-    """Claim nothing, and say that the constructor may have written values itself."""
-    hints = _hints(module, ())
+def _only_hints(module: nn.Module, left: tuple[str, ...] = ()) -> Claim | None:
+    """Claim nothing, and say what the constructor or its caller may have written."""
+    hints = (*_hints(module, ()), *left)
     return Claim(source="constructor", assumptions=hints) if hints else None
+
+
+@by_type
+def _left_to_callers(module_type: type) -> tuple[str, ...]:
+    """Say which init method nobody called, as trainers do after construction."""
+    names, certain = init_methods(module_type)
+    if not names and not certain and _has_own_hook(module_type):
+        names = (_HOOK,)
+    if certain or not names:
+        return ()
+    kind = module_type.__qualname__
+    return (
+        f"`{names[0]}` of {kind}, which its constructor does not call, is not called "
+        "afterwards either; where you call it, give `deferred_init(...)` a function "
+        "that constructs the model and calls it",
+    )
+
+
+def _has_own_hook(module_type: type) -> bool:
+    """Whether there is an `_init_weights` to apply, which no framework applies."""
+    bases = [base.__module__ or "" for base in module_type.__mro__]
+    return _HOOK in {name for base in module_type.__mro__ for name in vars(base)} and (
+        not any(base.startswith("transformers.") for base in bases)
+        and not {_HOOK, *_METHODS} & set(calls_of(module_type))
+    )
 
 
 def _unknown(site: ModuleSite, source: str, error: ProbeError) -> str:

@@ -68,8 +68,11 @@ class TorchNN:
         """Claim what the class's own method fills; with no slots for its draws."""
         module = site.module
         known = next(base for base in type(module).__mro__ if base in _FILLED)
-        inherited = _inherits(module, known, "reset_parameters")
-        if not inherited or is_reparametrized(module):
+        if is_reparametrized(module):
+            return None
+        if "reset_parameters" in vars(module):
+            return _replaced(site, pending)
+        if not _inherits(module, known, "reset_parameters"):
             return None
         names = _FILLED[known]
         if isinstance(module, nn.RNNBase):
@@ -176,6 +179,23 @@ class LazyModules:
     def run(self, step: Step, workspace: Workspace) -> None:
         """Never called, since every claim has a problem."""
         raise AssertionError("a claim with problems is never run")
+
+
+def _replaced(site: ModuleSite, pending: tuple[Slot, ...]) -> Claim | None:
+    """Refuse a module whose caller has a method of its own in mind, as litgpt's."""
+    if not pending or not type(site.module).__module__.startswith("torch.nn."):
+        return None
+    kind = type(site.module).__name__
+    return Claim(
+        slots=pending,
+        problems=(
+            f"{listing([slot.fqn for slot in pending])}: `reset_parameters` of this "
+            f"`{kind}` was replaced after it was constructed, and which values are "
+            "wanted cannot be told. Give `deferred_init(...)` a function that "
+            "constructs the model and calls the new methods, or load real values "
+            "before",
+        ),
+    )
 
 
 def _inherits(module: nn.Module, known: type, method: str) -> bool:

@@ -11,7 +11,7 @@ from deferred_init.record.capture import capture
 from deferred_init.record.graph import Recording
 from deferred_init.record.nodes import External, ForeignValue, Storage, Value
 from deferred_init.record.problems import RecordError, user_line
-from deferred_init.record.tensor import DeferredTensor, value_of
+from deferred_init.record.tensor import DeferredTensor, note_holder, value_of
 
 __all__ = ["Call"]
 
@@ -69,6 +69,7 @@ class Call:
     def _see(self, arg: Any) -> tuple[Any, Any]:
         if isinstance(arg, DeferredTensor):
             self.tensors += 1
+            note_holder(arg)
             value = value_of(arg)
             meta = value.meta
             if self.inherits is None or (arg.dim() and not self.inherits.meta.dim()):

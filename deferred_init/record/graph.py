@@ -44,6 +44,9 @@ class Recording:
             and its name. Nothing here keeps a module alive.
         attributes: The `__dict__` of each of these tensors, in the same places; lives
             on where a wrapper replaces the tensor.
+        held: The `__dict__` of a tensor for each value that was one of the result's,
+            or that a Parameter was given later.
+        origins: The value of the parameter behind what a wrapper made of it.
         made: What `materialize_module` made of the result, by qualified name.
         external: Meta parameters of marked modules, by identity.
         external_storages: The keys of their storages.
@@ -90,6 +93,8 @@ class Recording:
         self.attributes: WeakKeyDictionary[nn.Module, dict[str, dict[str, Any]]] = (
             WeakKeyDictionary()
         )
+        self.held: dict[Value, dict[str, Any]] = {}
+        self.origins: dict[Value, Value | None] = {}
         self.external: dict[int, Tensor] = {}
         self.external_storages: set[int | None] = set()
         self.marks: list[Mark] = []

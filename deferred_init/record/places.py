@@ -4,15 +4,21 @@
 `fully_shard` and `parallelize_module` put a DTensor in the place of each parameter. Its
 local tensor comes from recorded operations on the deferred parameter, so it leads to
 the recording; but it is not what one device would hold, and `distribute_tensor` even
-leaves it empty, since on meta it does not communicate. The value that counts is the
-one that the constructor left in the same place: same module object, same name.
+leaves it empty, since on meta it does not communicate. The value that counts is that
+of the parameter: the operations that made the local tensor are followed back to the
+nearest parameter of the DTensor's shape. What stands in the same place (same module
+object, same name) may be another one: parameters are tied, exchanged, replaced, given
+to other modules or copied with them between the constructor and `fully_shard`. The
+place counts where the operations lead nowhere.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections import deque
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from deferred_init.record.graph import Recording
@@ -57,6 +63,7 @@ def _remember_tensors(recording: Recording, module: nn.Module) -> None:
         if isinstance(tensor, DeferredTensor):
             recording.places.setdefault(module, {})[name] = value_of(tensor)
             recording.attributes.setdefault(module, {})[name] = tensor.__dict__
+            recording.held.setdefault(value_of(tensor), tensor.__dict__)
 
 
 def move_places(old: nn.Module, new: nn.Module) -> None:
@@ -91,7 +98,27 @@ def value_in_place(owner: nn.Module, name: str, tensor: Tensor) -> Value | None:
     local = getattr(tensor, "_local_tensor", None)
     if not isinstance(local, DeferredTensor):
         return None
-    return value_of(local).recording.places.get(owner, {}).get(name)
+    value = value_of(local)
+    origins = value.recording.origins
+    if value not in origins:
+        origins[value] = _origin(value, tensor.shape)
+    return origins[value] or value.recording.places.get(owner, {}).get(name)
+
+
+def _origin(local: Value, shape: torch.Size) -> Value | None:
+    """Follow a local tensor back to the nearest parameter of a shape."""
+    recording = local.recording
+    pending, seen = deque([local]), {local}
+    while pending:
+        value = pending.popleft()
+        if value in recording.held and value.shape == shape:
+            return value
+        for index in (value.node, *value.storage.writers):
+            for read in recording.nodes[index].reads:
+                if read not in seen:
+                    seen.add(read)
+                    pending.append(read)
+    return None
 
 
 def attributes_in_place(owner: nn.Module, name: str, value: Value) -> dict[str, Any]:
@@ -104,7 +131,11 @@ def attributes_in_place(owner: nn.Module, name: str, value: Value) -> dict[str, 
         name: The name of its parameter or buffer.
         value: What was recorded for it.
     """
-    carried = value.recording.attributes.get(owner, {}).get(name, {})
+    recording = value.recording
+    if recording.places.get(owner, {}).get(name) is value:
+        carried = recording.attributes.get(owner, {}).get(name, {})
+    else:
+        carried = recording.held.get(value, {})
     return {
         name: found
         for name, found in without_internals(carried).items()

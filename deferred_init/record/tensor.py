@@ -26,7 +26,8 @@ from deferred_init.record.paused import no_dispatch
 from deferred_init.record.problems import RecordError, user_line
 
 __all__ = ["DeferredTensor", "deferred_class", "final_class", "late", "make_parameter"]
-__all__ += ["new_value", "user_attributes", "value_of", "without_internals", "wrap"]
+__all__ += ["new_value", "note_holder", "user_attributes", "value_of"]
+__all__ += ["without_internals", "wrap"]
 
 _INTERNAL = frozenset({"_value", "_is_param", "_final_class"})
 # These look at `is_meta` to skip work that a deferred tensor wants recorded.
@@ -139,6 +140,7 @@ class DeferredTensor(torch.Tensor):
 
     def detach(self) -> Tensor:
         """Return another tensor object for the same value."""
+        note_holder(self)
         return wrap(value_of(self))
 
     def as_subclass(self, cls: Any) -> Any:
@@ -297,3 +299,10 @@ def make_parameter(
     if final is nn.Parameter:
         result.__dict__["_is_param"] = True
     return result
+
+
+def note_holder(tensor: Tensor) -> None:
+    """Note what a Parameter holds after the constructor, see `places.py`."""
+    value = value_of(tensor)
+    if not value.recording.active and isinstance(tensor, nn.Parameter):
+        value.recording.held.setdefault(value, tensor.__dict__)
