@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from deferred_init.aliases import is_sharded
 from deferred_init.distributed.members import meeting_for
 from deferred_init.distributed.rendezvous import (
     Meeting,
@@ -25,7 +26,9 @@ from deferred_init.distributed.rendezvous import (
 from deferred_init.errors import PlanError
 from deferred_init.handlers.checkpoint import CheckpointInitializer
 from deferred_init.handlers.protocol import Request
+from deferred_init.handlers.replays import recorded_value
 from deferred_init.plan import Plan
+from deferred_init.record.provenance import provenance
 from deferred_init.rng import BY_NAME
 from deferred_init.slots import Inventory, Slot, SlotKind
 from deferred_init.te.rng_trackers import tracker_digest
@@ -34,6 +37,8 @@ __all__ = ["agreed"]
 
 _REGISTERED = (SlotKind.PARAMETER, SlotKind.BUFFER)
 _MAX_SHOWN = 10
+_MAX_OPERATIONS = 3
+_THEN = "; "
 
 
 def agreed(
@@ -127,7 +132,20 @@ def _lists(
             f"{step.claim.source or step.initializer.name}"
             for step in plan.steps
         }
+        lists["operations"] = _operations(plan)
     return lists
+
+
+def _operations(plan: Plan) -> dict[str, str]:
+    """Spell what recorded tensors come from of which each rank keeps a part."""
+    found = {
+        slot.fqn: value
+        for step in plan.steps
+        if not isinstance(step.initializer, CheckpointInitializer)
+        for slot in step.claim.slots
+        if is_sharded(slot.tensor) and (value := recorded_value(slot)) is not None
+    }
+    return dict(zip(found, provenance(found.values()), strict=True))
 
 
 def _compare(
@@ -158,13 +176,13 @@ def _judge_facts(answers: Mapping[int, Any]) -> tuple[list[str], str | None]:
         groups = by_answer(values)
         if name == "failure" or len(groups) < 2:
             continue
-        if name in ("model", "order"):
-            # Which lines is told by the first that differs; the other follows.
+        if name in ("model", "order", "operations"):
+            # Which lines is told by the first that differs; the others follow.
             differing = differing or name
         else:
             shown = ", ".join(f"{v} on {spell_who(r)}" for v, r in groups.items())
             problems.append(f"{name}: {shown}")
-    if differing == "order" and problems:  # a consequence of what was found already
+    if differing != "model" and problems:  # a consequence of what was found already
         differing = None
     return problems, differing
 
@@ -177,7 +195,10 @@ def _judge_lines(answers: Mapping[int, Any]) -> list[str]:
         values = {rank: lines.get(name, "absent") for rank, lines in answers.items()}
         groups = by_answer(values)
         if len(groups) > 1:
-            shown = ", ".join(f"{v} on {spell_who(r)}" for v, r in groups.items())
+            shared = set.intersection(*(set(each.split(_THEN)) for each in groups))
+            shown = ", ".join(
+                f"{_without(v, shared)} on {spell_who(r)}" for v, r in groups.items()
+            )
             problems.append(f"`{name}`: {shown}")
     if any(" real" in problem and " deferred" in problem for problem in problems):
         problems.append(
@@ -188,6 +209,14 @@ def _judge_lines(answers: Mapping[int, Any]) -> list[str]:
         hidden = len(problems) - _MAX_SHOWN
         problems = [*problems[: _MAX_SHOWN - 1], f"... and {hidden} more", problems[-1]]
     return problems
+
+
+def _without(text: str, shared: set[str]) -> str:
+    """Leave out operations that all ranks have, and those behind the first others."""
+    own = [each for each in text.split(_THEN) if each not in shared]
+    more = f"{_THEN}... and {len(own) - _MAX_OPERATIONS} more"
+    few = _THEN.join(own[:_MAX_OPERATIONS]) or "no operation of its own"
+    return few + (more if len(own) > _MAX_OPERATIONS else "")
 
 
 def _structure(inventory: Inventory, request: Request) -> dict[str, str]:

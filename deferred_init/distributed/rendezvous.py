@@ -194,11 +194,18 @@ class Meeting:
             self._store.set(key, pickle.dumps(value))  # type: ignore[arg-type]
 
     def _arrived(self, key: str, wait_s: float) -> bool:
-        try:
-            with _reachable():
+        """Wait for an answer; False if it does not come in time.
+
+        Stores say that with errors of several classes: a file store with a plain
+        `RuntimeError`, of which that of a lost connection is a kind too.
+        """
+        with _reachable():
+            try:
                 self._store.wait([key], timedelta(seconds=max(wait_s, 0.001)))
-        except dist.DistStoreError:
-            return False
+            except dist.DistNetworkError:
+                raise
+            except RuntimeError:
+                return False
         return True
 
 

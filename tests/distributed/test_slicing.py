@@ -97,3 +97,32 @@ def test_dtensors_own_reading_of_an_uneven_strided_shard_is_recognized_by_shape(
 def test_a_local_shape_that_no_reading_explains_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"has shape \(3,\), but the placements give"):
         region_of((8,), [Axis(dim=0, size=2, rank=0)], (3,))
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    rows=st.integers(0, 17),
+    pieces=st.integers(1, 4),
+    sizes=st.tuples(st.integers(1, 4), st.integers(1, 3)),
+    data=st.data(),
+)
+def test_a_shard_of_a_strided_shard_is_a_part_of_what_it_keeps(
+    rows: int, pieces: int, sizes: tuple[int, int], data: st.DataObject
+) -> None:
+    full = torch.arange(rows)
+    outer, inner = (data.draw(st.integers(0, size - 1)) for size in sizes)
+    kept = torch.cat(
+        [
+            _chunk(_chunk(full, pieces, piece, 0), sizes[0], outer, 0)
+            for piece in range(pieces)
+        ]
+    )
+    expected = _chunk(kept, sizes[1], inner, 0)
+    axes = [
+        Axis(dim=0, size=sizes[0], rank=outer, split_factor=pieces),
+        Axis(dim=0, size=sizes[1], rank=inner),
+    ]
+    others_first = region_of(full.shape, axes)  # as FSDP2 reads it, tried first
+    local = _cut(full, axes, local_shape=expected.shape)
+    if others_first.shape != tuple(expected.shape):
+        assert torch.equal(local, expected)
