@@ -21,8 +21,9 @@ import torch
 from torch import Tensor
 
 from deferred_init.aliases import has_own_dispatch
+from deferred_init.record.events import Reseed, Resume, Rewind
 from deferred_init.record.graph import Recording
-from deferred_init.record.nodes import External, Node, Place, Reseed, Rewind, Value
+from deferred_init.record.nodes import External, Node, Place, Value
 
 __all__ = ["provenance"]
 
@@ -74,6 +75,8 @@ def _spell_all(nodes: Iterable[Node]) -> Iterator[str]:
             began, drawn = f" seeded {_digest(node.state)}", 0
         elif isinstance(node, Rewind):
             began += f" back {node.position}"
+        elif isinstance(node, Resume):
+            began, drawn = f" on from {node.position} of another recording", 0
         text = _spell(node)
         if node.stream is None:
             pass
