@@ -2,47 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
+from tests.trackers import Tracker, assert_alike
 
 pytestmark = pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs a CUDA device"
 )
 
 
-class Tracker:
-    """Named CUDA generators, as Megatron keeps them."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Tensor] = {}
-        for name, seed in (("model-parallel-rng", 7), ("experts", 9), ("rest", 2)):
-            before = torch.cuda.get_rng_state()
-            torch.cuda.manual_seed(seed)
-            self.states[name] = torch.cuda.get_rng_state()
-            torch.cuda.set_rng_state(before)
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = torch.cuda.get_rng_state()
-        torch.cuda.set_rng_state(self.states[name])
-        try:
-            yield
-        finally:
-            self.states[name] = torch.cuda.get_rng_state()
-            torch.cuda.set_rng_state(outer)
+def plain_tracker() -> Tracker:
+    return Tracker("cuda")
 
 
 def graph_safe() -> Any:
@@ -177,15 +153,8 @@ def te_first(tracker: Any, te: Any) -> nn.Module:
     return nn.Sequential(first, second, third, te.Linear(16, 16, **tracked))
 
 
-def states(tracker: Any) -> dict[str, Tensor]:
-    return {
-        name: state.get_state() if isinstance(state, torch.Generator) else state
-        for name, state in tracker.get_states().items()
-    }
-
-
 @pytest.mark.parametrize("build", [plain_layers, with_te, te_first])
-@pytest.mark.parametrize("make", [Tracker, graph_safe])
+@pytest.mark.parametrize("make", [plain_tracker, graph_safe])
 def test_a_tracker_ends_where_eager_leaves_it(
     build: Callable[..., nn.Module], make: Callable[[], Any]
 ) -> None:
@@ -197,11 +166,8 @@ def test_a_tracker_ends_where_eager_leaves_it(
     after = torch.cuda.get_rng_state()
     models = [di.deferred_init(build, own, te, device="cuda") for _ in range(2)]
     di.materialize(models, "cuda", seed=3)
-    assert_equal_models(eager, nn.ModuleList(models))
+    assert_alike(eager, nn.ModuleList(models), theirs, own)
     assert torch.equal(after, torch.cuda.get_rng_state())
-    ours = states(own)
-    for name, state in states(theirs).items():
-        assert torch.equal(state, ours[name]), name
     with own.fork(), torch.device("cuda"):
         one = torch.rand(3)
     with theirs.fork(), torch.device("cuda"):

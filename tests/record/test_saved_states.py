@@ -2,42 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
 from deferred_init.record import RecordError, deferred_init, materialize_module
-
-
-class Tracker:
-    """Named generators, as Megatron and Transformer Engine keep them."""
-
-    def __init__(self, **seeds: int) -> None:
-        self.states: dict[str, Tensor] = {}
-        for name, seed in seeds.items():
-            self.add(name, seed)
-
-    def add(self, name: str, seed: int) -> None:
-        before = torch.get_rng_state()
-        torch.manual_seed(seed)
-        self.states[name] = torch.get_rng_state()
-        torch.set_rng_state(before)
-
-    @contextlib.contextmanager
-    def fork(self, name: str) -> Iterator[None]:
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.states[name])
-        try:
-            yield
-        finally:
-            self.states[name] = torch.get_rng_state()
-            torch.set_rng_state(outer)
+from tests.trackers import Tracker, assert_alike
 
 
 def build(tracker: Tracker) -> nn.Module:
@@ -51,15 +26,6 @@ def build(tracker: Tracker) -> nn.Module:
 
 def tracker() -> Tracker:
     return Tracker(model=7, experts=9, unused=11)
-
-
-def assert_alike(eager: nn.Module, model: nn.Module, *trackers: Tracker) -> None:
-    for one, other in zip(eager.parameters(), model.parameters(), strict=True):
-        assert torch.equal(one, other)
-    one, other = trackers
-    assert one.states.keys() == other.states.keys()
-    for name, state in one.states.items():
-        assert torch.equal(state, other.states[name]), name
 
 
 def ways() -> dict[str, Callable[[nn.Module], Any]]:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from te_capabilities import te_needs
 from te_kinds import MODULES, kinds
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
 from deferred_init.te.on_meta import on_meta
+from tests.trackers import Tracker
 
 pytestmark = pytest.mark.te
 
@@ -151,33 +150,7 @@ def test_what_fsdp2_made_a_module_believe_is_forgotten(te: Any) -> None:
     assert "_is_fsdp2" not in vars(model)
 
 
-class _Tracker:
-    """Named generators, as Megatron and Transformer Engine keep them."""
-
-    def __init__(self, **seeds: int) -> None:
-        self.states: dict[str, Tensor] = {
-            name: torch.Generator().manual_seed(seed).get_state()
-            for name, seed in seeds.items()
-        }
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.states[name])
-        try:
-            yield
-        finally:
-            self.states[name] = torch.get_rng_state()
-            torch.set_rng_state(outer)
-
-
-def _tracked(te: Any, device: str, tracker: _Tracker) -> nn.Module:
+def _tracked(te: Any, device: str, tracker: Tracker) -> nn.Module:
     here: dict[str, Any] = {"device": device}
     return nn.Sequential(
         te.Linear(8, 8, get_rng_state_tracker=lambda: tracker, **here),
@@ -195,7 +168,7 @@ def _tracked(te: Any, device: str, tracker: _Tracker) -> nn.Module:
 
 def test_weights_come_from_the_named_generators_of_a_tracker(te: Any) -> None:
     seeds = {"model-parallel-rng": 7, "experts": 9}
-    trackers = _Tracker(**seeds), _Tracker(**seeds)
+    trackers = Tracker(**seeds), Tracker(**seeds)
     model = _tracked(te, "meta", trackers[0])
     di.materialize(model, "cpu", seed=0)
     state = torch.get_rng_state()
@@ -209,7 +182,7 @@ def test_weights_come_from_the_named_generators_of_a_tracker(te: Any) -> None:
 
 
 def test_a_tracker_goes_back_if_a_later_module_fails(te: Any) -> None:
-    tracker = _Tracker(**{"model-parallel-rng": 7})  # and none named "experts"
+    tracker = Tracker(**{"model-parallel-rng": 7})  # and none named "experts"
     before = tracker.states["model-parallel-rng"].clone()
     model = _tracked(te, "meta", tracker)
     with pytest.raises(di.MaterializeError, match=r"step 2 of 4.*KeyError"):
@@ -220,7 +193,7 @@ def test_a_tracker_goes_back_if_a_later_module_fails(te: Any) -> None:
 
 @pytest.mark.parametrize("kind", ["LayerNormLinear", "LayerNormMLP"])
 def test_a_tracker_that_parameters_alone_know_goes_back_too(te: Any, kind: str) -> None:
-    tracker = _Tracker(**{"model-parallel-rng": 7})
+    tracker = Tracker(**{"model-parallel-rng": 7})
     before = tracker.states["model-parallel-rng"].clone()
     kwargs: dict[str, Any] = {
         "get_rng_state_tracker": lambda: tracker,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 import torch
 from te_capabilities import has, te_needs
 from te_ranks import Ranks, assert_same, belief, shard
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
+from tests.trackers import Tracker
 
 pytestmark = [pytest.mark.te, pytest.mark.distributed]
+_NAME = "model-parallel-rng"
 
 
 def _stack(te: Any, device: str) -> nn.Module:
@@ -104,29 +104,7 @@ def test_shards_carry_the_attributes_that_te_sets_when_it_makes_a_weight(
     ranks(2).run(_parallel_attributes)
 
 
-class _Tracker:
-    """As Megatron's, for the CPU: one generator, whose state it keeps."""
-
-    def __init__(self, seed: int) -> None:
-        with torch.random.fork_rng(devices=[]):
-            self.states = {"model-parallel-rng": torch.manual_seed(seed).get_state()}
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = dict(states)
-
-    @contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.states[name])
-        yield
-        self.states[name] = torch.get_rng_state()
-        torch.set_rng_state(outer)
-
-
-def _tracked(te: Any, device: str, tracker: _Tracker) -> nn.Module:
+def _tracked(te: Any, device: str, tracker: Tracker) -> nn.Module:
     parallel = {"parallel_mode": "column", "tp_size": 2}
     return nn.Sequential(
         te.Linear(
@@ -140,7 +118,10 @@ def _tracked(te: Any, device: str, tracker: _Tracker) -> nn.Module:
 
 def _from_trackers(rank: int, case: str) -> str:
     odd = rank if case == "differ" else 0
-    trackers = _Tracker(7 + odd), _Tracker(7)
+    trackers = (
+        Tracker(**{_NAME: 7 + odd}),
+        Tracker(**{_NAME: 7}),
+    )
     with belief() as te:
         model = _tracked(te, "meta", trackers[0])
         torch.manual_seed(3)
@@ -155,7 +136,7 @@ def _from_trackers(rank: int, case: str) -> str:
     report = di.materialize(model, "cpu", seed=3, rng=rng)
     if case == "equal":
         assert_same(model, twin)
-        assert torch.equal(*(t.states["model-parallel-rng"] for t in trackers))
+        assert torch.equal(*(t.states[_NAME] for t in trackers))
     return "; ".join(report.assumptions)
 
 

@@ -6,43 +6,17 @@ draw while they are constructed; the layers between are Transformer Engine's.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import deferred_init as di
+from tests.trackers import Tracker, assert_alike
 
 pytest.importorskip("transformer_engine.pytorch", reason="needs TE")
-
-
-class Tracker:
-    """Named generators, as Megatron and Transformer Engine keep them."""
-
-    def __init__(self) -> None:
-        self.states: dict[str, Tensor] = {
-            name: torch.Generator().manual_seed(seed).get_state()
-            for name, seed in (("model-parallel-rng", 7), ("experts", 9), ("rest", 2))
-        }
-
-    def get_states(self) -> dict[str, Tensor]:
-        return dict(self.states)
-
-    def set_states(self, states: dict[str, Tensor]) -> None:
-        self.states = states
-
-    @contextlib.contextmanager
-    def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:
-        outer = torch.get_rng_state()
-        torch.set_rng_state(self.states[name])
-        try:
-            yield
-        finally:
-            self.states[name] = torch.get_rng_state()
-            torch.set_rng_state(outer)
 
 
 def te_layers(te: Any, tracker: Tracker, device: str | None) -> list[nn.Module]:
@@ -113,11 +87,7 @@ def test_a_recorded_model_draws_in_turns_with_transformer_engine(
     model = di.deferred_init(build, te, own, None)
     di.materialize(model, "cpu", seed=3)
     assert torch.equal(torch.get_rng_state(), after)
-    pairs = zip(eager.named_parameters(), model.named_parameters(), strict=True)
-    for (name, one), (_, other) in pairs:
-        assert torch.equal(one, other), name
-    for name, state in theirs.states.items():
-        assert torch.equal(state, own.states[name]), name
+    assert_alike(eager, model, theirs, own)
 
 
 def test_a_second_model_goes_on_with_the_tracker(te: Any) -> None:
@@ -126,11 +96,7 @@ def test_a_second_model_goes_on_with_the_tracker(te: Any) -> None:
     eager = nn.ModuleList([in_turns(te, theirs, "cpu") for _ in range(2)])
     models = [di.deferred_init(in_turns, te, own, None) for _ in range(2)]
     di.materialize(models, "cpu", seed=3)
-    pairs = zip(eager.parameters(), nn.ModuleList(models).parameters(), strict=True)
-    for one, other in pairs:
-        assert torch.equal(one, other)
-    for name, state in theirs.states.items():
-        assert torch.equal(state, own.states[name]), name
+    assert_alike(eager, nn.ModuleList(models), theirs, own)
 
 
 def test_a_failure_puts_the_tracker_back(te: Any) -> None:
